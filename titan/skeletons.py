@@ -4,13 +4,13 @@ import keyword
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 from titan.contracts.plugin import registry
 from titan.contracts.sections import MetricsSection
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 KINDS = ("model", "technique", "optimizer", "lr_schedule", "loss", "dataset", "tokenizer", "tracker")
 
@@ -19,9 +19,6 @@ HOST_KEYS = {
     "tracker": ("metrics", tuple(field.name for field in fields(MetricsSection))),
 }
 """Kind whose plugins have tables of their names in a section -> the section, and its keys that are no plugin's."""
-
-FOUND_BY_FILE = 'PLUGINS = ("--plugins.path", str(Path(__file__).with_name("example.py")))'
-FOUND_BY_ENTRY_POINT = "PLUGINS = ()  # titan finds the entry point of the installed package"
 
 RESERVED = "new"
 """What follows `titan plugins` to write a plugin, so that no plugin of this name could be described."""
@@ -56,45 +53,40 @@ where = ["src"]
 """
 
 
-@dataclass(frozen=True)
-class Written:
-    """What `write` has done. files: new ones.  extended: the pyproject.toml that has an entry more; None: none has."""
-
-    files: tuple[Path, ...]
-    extended: Path | None
-
-
-def write(kind: str, name: str, package: Path | None, paths: Iterable[str] = ()) -> Written:
+def write(kind: str, name: str, package: Path | None, paths: Iterable[str] = ()) -> tuple[list[Path], Path | None]:
     """Write a plugin called `name` with its test.
 
     package: folder of a package to make, or of one to which the plugin is added; None: a plugin file and its test in
         the working directory.
     paths: folders and files of other plugins that will be used with it, whose names are taken.
 
+    Returns the new files, and the pyproject.toml that has an entry more (None: none has).
+
     Raises:
         ConfigError: the name cannot be a plugin's, a file is there already, or the package's entry points are not
             found; nothing is written.
     """
-    project = None if package is None else package / "pyproject.toml"
-    extended = project if project is not None and project.is_file() else None
+    extended, text = None, ""
     if package is None:
-        files, text = _single(kind, name), ""
-    elif extended is None:
-        files, text = _package(kind, name, package), ""
+        files = {
+            Path(f"{name}.py"): skeleton("plugin", kind, name),
+            Path(f"test_{name}.py"): skeleton("test", kind, name),
+        }
+    elif (package / "pyproject.toml").is_file():
+        extended = package / "pyproject.toml"
+        files, text = _added(kind, name, package, extended)
     else:
-        files, text = _added(kind, name, package)
-    if there := [str(path) for path in files if path.exists()]:
-        raise ConfigError(
-            [ConfigIssue("", f"{', '.join(there)}: exists, and is not overwritten; move it or choose another name")]
-        )
+        files = _package(kind, name, package)
+    if existing := [str(path) for path in files if path.exists()]:
+        raise ConfigError(f"{', '.join(existing)}: exists, and is not overwritten; move it or choose another name")
     if why := _unfit(kind, name, paths):
-        raise ConfigError([ConfigIssue("", f"plugin name {name!r} {why}")])
+        raise ConfigError(f"plugin name {name!r} {why}")
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
     if extended is not None:
         extended.write_bytes(text.encode())
-    return Written(tuple(files), extended)
+    return list(files), extended
 
 
 def _unfit(kind: str, name: str, paths: Iterable[str]) -> str:
@@ -118,18 +110,10 @@ def _unfit(kind: str, name: str, paths: Iterable[str]) -> str:
     return ""
 
 
-def _single(kind: str, name: str) -> dict[Path, str]:
-    return {
-        Path(f"{name}.py"): skeleton("plugin", kind, name),
-        Path(f"test_{name}.py"): skeleton("test", kind, name),
-    }
-
-
 def _package(kind: str, name: str, folder: Path) -> dict[Path, str]:
-    module = folder / "src" / f"titan_{name}"
-    distribution = name.replace("_", "-")
+    module, project = folder / "src" / f"titan_{name}", folder / "pyproject.toml"
     return {
-        folder / "pyproject.toml": PYPROJECT.format(kind=kind, name=name, distribution=distribution),
+        project: PYPROJECT.format(kind=kind, name=name, distribution=name.replace("_", "-")),
         module / "__init__.py": f'"""The {kind} {name}, a plugin of titan."""\n',
         **_packaged(kind, name, folder, module),
     }
@@ -138,44 +122,37 @@ def _package(kind: str, name: str, folder: Path) -> dict[Path, str]:
 def _packaged(kind: str, name: str, folder: Path, module: Path) -> dict[Path, str]:
     """The plugin in the package's module, and its test."""
     test = skeleton("test", kind, name)
-    found_by_file = FOUND_BY_FILE.replace("example", name)
-    assert found_by_file in test, f"the test of the skeleton of a {kind} does not say where its plugin is"
+    by_file = f'PLUGINS = ("--plugins.path", str(Path(__file__).with_name("{name}.py")))'
+    assert by_file in test, f"the test of the skeleton of a {kind} does not say where its plugin is"
+    by_entry_point = "PLUGINS = ()  # titan finds the entry point of the installed package"
     return {
         module / f"{name}.py": skeleton("plugin", kind, name),
-        folder / "tests" / f"test_{name}.py": test.replace(found_by_file, FOUND_BY_ENTRY_POINT),
+        folder / "tests" / f"test_{name}.py": test.replace(by_file, by_entry_point),
     }
 
 
-def _added(kind: str, name: str, folder: Path) -> tuple[dict[Path, str], str]:
+def _added(kind: str, name: str, folder: Path, project: Path) -> tuple[dict[Path, str], str]:
     """New files of a package that is there, beside its first plugin; and its pyproject.toml with an entry more."""
-    project = folder / "pyproject.toml"
     try:
         text = project.read_bytes().decode()
-        entries = _entries(text)
+        points = tomllib.loads(text).get("project", {}).get("entry-points", {}).get("titan.plugins", {})
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([ConfigIssue(str(project), f"is no TOML: {error}")]) from error
+        raise ConfigError(f"{project}: is no TOML: {error}") from error
+    entries = {str(name): str(module) for name, module in points.items()}
     table = ENTRIES.search(text)
     if not entries or table is None:
         what = f"has no entries in a table [{GROUP}], beside which the plugin could be written; name a new folder"
-        raise ConfigError([ConfigIssue(str(project), what)])
+        raise ConfigError(f"{project}: {what}")
     if name in entries:
-        raise ConfigError([ConfigIssue(str(project), f"has an entry {name} in [{GROUP}]; choose another name")])
+        raise ConfigError(f"{project}: has an entry {name} in [{GROUP}]; choose another name")
     inside = next(iter(entries.values())).partition(":")[0].rpartition(".")[0]
     places = [root.joinpath(*inside.split(".")) for root in (folder / "src", folder)]
     module = next((place for place in places if inside and place.is_dir()), None)
     if module is None:
-        what = (
-            f"names {', '.join(entries.values())} in [{GROUP}], but there is no folder {places[0]}; name a new folder"
-        )
-        raise ConfigError([ConfigIssue(str(project), what)])
+        missing = f"there is no folder {places[0]}; name a new folder"
+        raise ConfigError(f"{project}: names {', '.join(entries.values())} in [{GROUP}], but {missing}")
     line = f'\n{name} = "{inside}.{name}"' + ("\r" if table[0].endswith("\r") else "")
     return _packaged(kind, name, folder, module), text[: table.end()] + line + text[table.end() :]
-
-
-def _entries(text: str) -> dict[str, str]:
-    """The entry points of a pyproject.toml that name plugins of titan: name -> module."""
-    found = tomllib.loads(text).get("project", {}).get("entry-points", {}).get("titan.plugins", {})
-    return {str(name): str(module) for name, module in found.items()}
 
 
 def skeleton(part: str, kind: str, name: str) -> str:

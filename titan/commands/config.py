@@ -8,10 +8,10 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from titan.config import Job, load_job, said_of
+from titan.config import load_job, said_of
 from titan.config.schema import schema
 from titan.config.unset_options import with_options
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.machine import total_gib
 from titan.training.foresight import choose
 
@@ -20,14 +20,11 @@ HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema f
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config file (by position or as --config), overrides, and the output's form."""
-    parser.add_argument("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the same as FILE, for symmetry with other commands"
-    )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="number of ranks; default: as many as the layout needs"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
+    add("--config", type=Path, metavar="FILE", help="the same as FILE, for symmetry with other commands")
+    add("--world-size", type=int, metavar="N", help="number of ranks; default: as many as the layout needs")
+    add(
         "--cluster", metavar="C", help="name or file of a cluster, whose memory decides options that are not set; "
         "default: the memory of this machine's GPU"
     )  # fmt: skip
@@ -43,18 +40,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(schema(), indent=2))
         return 0
     if args.config and args.file:
-        what = f"{args.file}: expected --table.key value; --config {args.config} names the file"
-        raise ConfigError([ConfigIssue("command line", what)])
+        what = f"expected --table.key value; --config {args.config} names the file"
+        raise ConfigError(f"command line: {args.file}: {what}")
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
-    values, chosen = choose(job, _device_gib(job), args.cluster or "")
+    has_gpu = job.run.device != "cpu" and torch.cuda.is_available()
+    values, chosen = choose(job, total_gib(torch.device("cuda", 0)) if has_gpu else None, args.cluster or "")
     table = dict(with_options(job, values).table)
     for sentence in (*said_of(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)
     print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
     return 0
-
-
-def _device_gib(job: Job) -> float | None:
-    """The memory of the GPU that the job would use here; None: not known."""
-    return total_gib(torch.device("cuda", 0)) if job.run.device != "cpu" and torch.cuda.is_available() else None

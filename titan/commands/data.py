@@ -15,7 +15,7 @@ from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import loss_in, prepare
 from titan.data.tokens.shards import open_shard
 from titan.data.tokens.tokenize import Lost
-from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
+from titan.errors import ConfigError, DataError, by_errno
 
 HELP = "tokenize a job's text ahead of its run, train a tokenizer, inspect a token shard"
 
@@ -67,33 +67,33 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> dict[str, Any]:
     job = load_job(args.config, args.overrides)
-    found, lost = [], Lost()
-    for dataset in [source.plugin for source in job.sources]:
+    made, lost = [], Lost()
+    for dataset in (source.plugin for source in job.sources):
         shards = prepare(
             dataset, job.tokenizer, cache=job.data.cache, workers=job.data.prepare_workers, progress=True,
             max_lost=job.data.max_lost,
         )  # fmt: skip
-        found += shards
+        made += shards
         if dataset.shards() is None:
             lost.add(loss_in(shards[0].path.parent))
     return {
-        "tokens": sum(shard.tokens for shard in found),
-        "documents": sum(shard.documents for shard in found),
+        "tokens": sum(shard.tokens for shard in made),
+        "documents": sum(shard.documents for shard in made),
         "sampled_bytes": lost.sampled,
         "lost": round(lost.share, 6),
-        "files": [str(shard.path) for shard in found],
+        "files": [str(shard.path) for shard in made],
     }
 
 
 def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.size < 257:
-        raise ConfigError(
-            [ConfigIssue("command line", f"--size {args.size}: must be at least 257: the 256 bytes and one merge")]
-        )
+        raise ConfigError(f"command line: --size {args.size}: must be at least 257: the 256 bytes and one merge")
     if args.config is not None:
         sources = [source.plugin for source in load_job(args.config, args.overrides).sources]
+    elif args.overrides:
+        raise ConfigError(f"command line: {args.overrides[0]}: overrides need --config")
     else:
-        sources = [_dataset(args.data, args.path, args.overrides)]
+        sources = [_dataset(args.data, args.path)]
     ranks = train_ranks(_texts(sources), args.size)
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -111,28 +111,20 @@ def _texts(sources: list[Dataset]) -> Iterator[str]:
         print(f"read {source.name}", file=sys.stderr)
 
 
-def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> Dataset:
+def _dataset(name: str | None, path: list[str] | None) -> Dataset:
     """The dataset of that name on these files (None: the default one)."""
-    if overrides:
-        raise ConfigError([ConfigIssue("command line", f"{overrides[0]}: overrides need --config")])
     registry.load_plugins()
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
     if plugin is None or registry.trouble(Dataset.kind, plugin.name):
-        raise ConfigError([ConfigIssue("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
-    table = {} if path is None else {"path": path}
-    config, faults = parse(plugin.Config, table, Where("data", "command line"))
-    if faults:
-        raise ConfigError(faults)
+        raise ConfigError(f"command line: --data {name}: {registry.trouble(Dataset.kind, str(name))}")
+    config, issues = parse(plugin.Config, {} if path is None else {"path": path}, Where("data", "command line"))
+    if issues:
+        raise ConfigError(issues)
     dataset = plugin(config)
     assert isinstance(dataset, Dataset)
     if dataset.shards() is not None:
-        raise ConfigError(
-            [
-                ConfigIssue(
-                    "command line", f"--data {plugin.name}: this dataset holds tokens; a tokenizer is trained on text"
-                )
-            ]
-        )
+        what = "this dataset holds tokens; a tokenizer is trained on text"
+        raise ConfigError(f"command line: --data {plugin.name}: {what}")
     return dataset
 
 

@@ -4,17 +4,21 @@ import argparse
 import functools
 import json
 import math
-import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
-from titan.ranks import launcher
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from titan.config import Job
+from titan import log
+from titan.checkpoint.weights import is_trained
+from titan.config import Job
+from titan.errors import ConfigError
+from titan.inference.evaluation import Reading, evaluate, last_words
+from titan.inference.load_model import open_job, open_trained, run_as_rank
+from titan.ranks import launcher, process, watchdog
+from titan.ranks.meeting.launch_env import launched_world_size
+from titan.ranks.meeting.same_job import statement_of
 
 HELP = "measure the loss, perplexity and bits per byte of a trained model on text"
 MOST_BY_DEFAULT = 2048
@@ -47,38 +51,31 @@ window scores only the tokens that earlier windows have not.
 
 --last-word scores only the last word of each document, as LAMBADA does. accuracy is the share of documents in which
 every token of that word is the most probable one; word_perplexity is LAMBADA's perplexity."""
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder")
+    add(
         "--weights", default="", metavar="NAME",
         help="take the weights that this technique has kept beside those that were trained, which are the default",
     )  # fmt: skip
-    parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
-    parser.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
-    parser.add_argument("--last-word", action="store_true", help="score only the last word of each document")
-    parser.add_argument(
+    add("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
+    add("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
+    add("--last-word", action="store_true", help="score only the last word of each document")
+    add(
         "--seq-len", type=int, metavar="N",
         help="context length in tokens; default: the run's seq_len, or for a published model its maximum, "
         f"at most {MOST_BY_DEFAULT}",
     )  # fmt: skip
-    parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between the ends of two windows; default: --seq-len"
-    )
-    parser.add_argument(
-        "--first-token",
-        choices=("predict", "skip"),
-        default="predict",
-        help="whether to score the first token of a document; default: predict",
-    )
-    parser.add_argument(
+    add("--stride", type=int, metavar="N", help="tokens between the ends of two windows; default: --seq-len")
+    about = "whether to score the first token of a document; default: predict"
+    add("--first-token", choices=("predict", "skip"), default="predict", help=about)
+    add(
         "--bos", action=argparse.BooleanOptionalAction,
         help="predict the first token from the BOS token of a published model, or from the end-of-text id; "
         "default: --bos, unless titan has trained the weights",
     )  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass; default: 8")
-    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N documents")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass; default: 8")
+    add("--limit", type=int, metavar="N", help="use only the first N documents")
+    add("--json", action="store_true", help="one JSON object")
     parser.set_defaults(takes_overrides=True)
 
 
@@ -87,30 +84,23 @@ def run(args: argparse.Namespace) -> int:
     for option in ("seq_len", "stride", "batch_size", "limit"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise ConfigError(
-                [ConfigIssue("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")]
-            )
+            raise ConfigError(f"command line: --{option.replace('_', '-')} {value}: must be at least 1")
     place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
-    from titan.ranks.meeting.same_job import statement_of
-
     path, job = _open(args, place.world_size)  # what is wrong is said once, before there are ranks
     job.sources[0].plugin.files()
     return launcher.start(functools.partial(_as_rank, args), [], place, statement_of(job, **_stated(args, path)))
 
 
-def _stated(args: argparse.Namespace, path: "Path") -> dict[str, Any]:
+def _stated(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
     keys = ("weights", "bos", "last_word", "stride", "first_token", "batch_size", "limit")
     return {"checkpoint": path.name} | {key: getattr(args, key) for key in keys}
 
 
-def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
+def _open(args: argparse.Namespace, world_size: int) -> tuple[Path, Job]:
     """Where the weights lie, and the job: the model's, with the data of the command line."""
-    from titan.checkpoint.weights import is_trained
-    from titan.inference.load_model import open_job
-
     words = ["--data.name", args.data]
     if args.path:
         words += ["--data.path", args.path[0] if len(args.path) == 1 else json.dumps(args.path)]
@@ -125,56 +115,31 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
 
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
-    from titan import log
-    from titan.ranks import failure, process, watchdog
-    from titan.ranks.meeting.launch_env import launched_world_size
-
     watchdog.answer_to_quit()
-    number = int(os.environ.get("RANK", "0"))
-    try:
-        path, job = _open(args, launched_world_size())
-        me = process.join(job, **_stated(args, path))
-        number = me.number
-        log.set_up(number)
-        found = _measure(args, path, job, me)
-        if number == 0:
-            _show(found, args.json)
-        return EXIT_DONE
-    except TitanError as error:
-        failure.report(error, number)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_FAILED
-    except Exception as error:
-        failure.tell(error, number)
-        return EXIT_FAILED
-    finally:
-        process.leave()
+    return run_as_rank(functools.partial(_evaluate, args))
 
 
-def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[str, Any]:
-    # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
-    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-    from titan.inference.evaluation import Reading, evaluate, last_words
-    from titan.inference.load_model import open_trained
-
+def _evaluate(args: argparse.Namespace, rank: int) -> None:
+    path, job = _open(args, launched_world_size())
+    me = process.join(job, **_stated(args, path))
+    log.set_up(rank)
+    trained = open_trained(path, job, me, args.weights, args.bos)
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0
     )
-    trained = open_trained(path, job, me, args.weights, args.bos)
-    shown = me.number == 0 and sys.stderr.isatty()
-    with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=not shown) as bar:
-        found = (last_words if args.last_word else evaluate)(trained, reading, bar.update)
-    return {**found, "seq_len": job.data.seq_len, "checkpoint": str(path), "data": args.data}
+    hidden = rank > 0 or not sys.stderr.isatty()
+    with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=hidden) as bar:
+        report = (last_words if args.last_word else evaluate)(trained, reading, bar.update)
+    if rank == 0:
+        _show({**report, "seq_len": job.data.seq_len, "checkpoint": str(path), "data": args.data}, args.json)
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
         print(json.dumps(finite, allow_nan=False))
         return
-    width = max(map(len, found))
-    for key, value in found.items():
+    width = max(map(len, report))
+    for key, value in report.items():
         shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
         print(f"{key:<{width}}  {'-' if shown is None else shown}")

@@ -10,19 +10,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from titan import log
 from titan.config import Job
 from titan.data.tokens.files import decoded
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno
+from titan.errors import ConfigError, DataError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.load_model import Trained, delimiters, open_job, open_trained
+from titan.inference.load_model import delimiters, open_job, open_trained, run_as_rank
 from titan.paths import expanded, refuse_lfs_pointer
-from titan.ranks import failure, launcher, process
+from titan.ranks import launcher, process
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of
@@ -47,37 +47,18 @@ each token recomputes the text.
 """
 STDIN = "-"
 
-
-@dataclass(frozen=True)
-class Request:
-    """What every rank is to do. prompts: words and ids of each."""
-
-    checkpoint: str
-    weights: str
-    overrides: Sequence[str]
-    prompts: Sequence[tuple[str, tuple[int, ...]]]
-    sampling: Sampling
-    json: bool
-    bos: bool | None
-
-    def stated(self, path: Path) -> dict[str, Any]:
-        """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
-        prompts = hashlib.sha256(json.dumps([ids for _, ids in self.prompts]).encode()).hexdigest()
-        own = {"checkpoint": path.name, "weights": self.weights, "bos": self.bos, "prompts": prompts}
-        return {**own, **asdict(self.sampling)}
+Prompts = Sequence[tuple[str, tuple[int, ...]]]
+"""Words and ids of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the model, the prompts and the sampling."""
     default = Sampling()
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="model and tokenizer: a checkpoint, a run or a Hugging Face folder",
-    )
-    parser.add_argument(
+    about = "model and tokenizer: a checkpoint, a run or a Hugging Face folder"
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help=about)
+    add(
         "--weights", default="", metavar="NAME",
         help="take the weights that this technique has kept beside those that were trained, which are the default",
     )  # fmt: skip
@@ -89,33 +70,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompt-file", metavar="FILE", help="file with one prompt per line (UTF-8); empty lines are skipped; -: stdin"
     )
-    parser.add_argument(
+    add(
         "--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N",
         help="most tokens to generate; the end of the document or max_seq_len may come first; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--temperature", type=float, default=default.temperature, metavar="T",
         help="0: always the most probable token; 1: the model's own distribution; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--top-k", type=int, default=default.top_k, metavar="K",
         help="sample from the K most probable tokens; 0, the default: from all tokens",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--top-p", type=float, default=default.top_p, metavar="P",
         help="nucleus sampling: the fewest tokens whose probabilities sum to P; default: 1, all tokens",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--bos", action=argparse.BooleanOptionalAction,
         help="start prompts with the BOS token of a published model, or without; default: as its tokenizer states, "
         "and --no-bos where titan has trained the weights",
     )  # fmt: skip
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt; default: 1")
-    parser.add_argument(
+    add("--samples", type=int, default=1, metavar="N", help="texts per prompt; default: 1")
+    add(
         "--seed", type=int, default=default.seed, metavar="S",
         help="seed of the sampling; at any layout, up to rounding, it gives the same text; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--json", action="store_true",
         help="one JSON object: text and tokens (ids) of the first result, and results, a list with those of every text",
     )  # fmt: skip
@@ -124,21 +105,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate on this process, or on the ranks that the environment asks for."""
-    sampling = _sampling(args)
+    _sampling(args)  # what is wrong is said once, and not on the ranks alone
     place = launcher.place_asked_for()
     world_size = launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
-        raise ConfigError(
-            [ConfigIssue("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")]
-        )
-    # Here too, and not on the ranks alone, so that what is wrong is said once.
-    path, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
+        raise ConfigError(f"command line: {STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")
+    path, job = open_job(args.checkpoint, args.overrides, world_size)
     around = delimiters(path, job, args.bos)
     prompts = [(prompt, generation.encode(job, prompt, around)) for prompt in _prompts(args)]
-    request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json, args.bos)
     if place is None:
-        return _as_rank(request, [])
-    return launcher.start(functools.partial(_as_rank, request), [], place, statement_of(job, **request.stated(path)))
+        return _as_rank(args, prompts, [])
+    statement = statement_of(job, **_stated(args, prompts, path))
+    return launcher.start(functools.partial(_as_rank, args, prompts), [], place, statement)
+
+
+def _stated(args: argparse.Namespace, prompts: Prompts, path: Path) -> dict[str, Any]:
+    """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
+    digest = hashlib.sha256(json.dumps([ids for _, ids in prompts]).encode()).hexdigest()
+    own = {"checkpoint": path.name, "weights": args.weights, "bos": args.bos, "prompts": digest}
+    return {**own, **asdict(_sampling(args))}
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
@@ -149,22 +134,17 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         "top_p": (0 < args.top_p <= 1, "above 0 and at most 1"),
         "samples": (args.samples >= 1, "at least 1"),
     }
-    faults = [
-        ConfigIssue("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
-        for name, (good, what) in allowed.items()
+    issues = [
+        f"command line: --{name.replace('_', '-')} {getattr(args, name)}: must be {bounds}"
+        for name, (good, bounds) in allowed.items()
         if not good
     ]
-    if faults:
-        raise ConfigError(faults)
+    if issues:
+        raise ConfigError("\n".join(issues))
     return Sampling(seed=args.seed, **{name: getattr(args, name) for name in allowed})
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
-    """The prompts, in order.
-
-    Raises:
-        DataError: the file cannot be read, or holds none.
-    """
     if args.prompt is not None:
         for prompt in args.prompt:
             # A word of the command line has lone surrogates where its bytes are not UTF-8.
@@ -188,68 +168,52 @@ def _read(source: str) -> str:
     return decoded(data, "stdin" if source == STDIN else source)
 
 
-def _as_rank(request: Request, _: list[str]) -> int:
+def _as_rank(args: argparse.Namespace, prompts: Prompts, _: list[str]) -> int:
     for number in signals.SIGNALS:  # there is nothing to save
         signal.signal(number, signal.SIG_DFL)
-    rank = int(os.environ.get("RANK", "0"))
+    return run_as_rank(functools.partial(_generate, args, prompts))
+
+
+def _generate(args: argparse.Namespace, prompts: Prompts, rank: int) -> None:
     log.set_up(rank)
-    try:
-        path, job = open_job(request.checkpoint, request.overrides, launched_world_size(), "--checkpoint")
-        trained = open_trained(path, job, process.join(job, **request.stated(path)), request.weights, request.bos)
-        _generate(trained, request)
-        return EXIT_DONE
-    except TitanError as error:
-        failure.report(error, rank)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_FAILED
-    except Exception as error:
-        failure.tell(error, rank)
-        return EXIT_FAILED
-    finally:
-        process.leave()
-
-
-def _generate(trained: Trained, request: Request) -> None:
-    began = time.perf_counter()
-    talks, tokenizer = trained.rank.number == 0, trained.job.tokenizer
+    path, job = open_job(args.checkpoint, args.overrides, launched_world_size())
+    me = process.join(job, **_stated(args, prompts, path))
+    trained = open_trained(path, job, me, args.weights, args.bos)
+    began, talks = time.perf_counter(), rank == 0
     watch: Callable[[int, int], None] | None = None
-    if talks and not request.json and len(request.prompts) * request.sampling.samples == 1:
-        [(prompt, ids)] = request.prompts
-        words = Words(tokenizer, ids)
+    if talks and not args.json and len(prompts) * args.samples == 1:
+        [(prompt, ids)] = prompts
+        words = Words(job.tokenizer, ids)
         print(prompt, end="", flush=True)
 
         def watch(_: int, token: int) -> None:
             print(words.add(token), end="", flush=True)
 
-    prompts = [ids for _, ids in request.prompts]
-    stops = trained.delimiters.stops
-    texts = generation.generate(trained.context, trained.engine, prompts, request.sampling, watch, stops)
+    ids_of_all, stops = [ids for _, ids in prompts], trained.delimiters.stops
+    texts = generation.generate(trained.context, trained.engine, ids_of_all, _sampling(args), watch, stops)
     if not talks:
         return
     if watch is not None:
         print(words.rest())
     else:
-        _show(texts, trained.job, request)
-    _close(texts, trained.job, time.perf_counter() - began)
+        _show(texts, job, args, prompts)
+    _close(texts, job, time.perf_counter() - began)
 
 
-def _show(texts: Sequence[Text], job: Job, request: Request) -> None:
-    said = [prompt for prompt, _ in request.prompts for _ in range(request.sampling.samples)]
-    results = [_result(prompt, text, job) for prompt, text in zip(said, texts, strict=True)]
-    if request.json:
+def _show(texts: Sequence[Text], job: Job, args: argparse.Namespace, prompts: Prompts) -> None:
+    results = [
+        {
+            "text": generation.words(job.tokenizer, text), "tokens": text.tokens,
+            "prompt": prompts[n // args.samples][0], "prompt_tokens": len(text.prompt), "stopped": text.stopped,
+        }
+        for n, text in enumerate(texts)
+    ]  # fmt: skip
+    if args.json:
         print(json.dumps({**results[0], "results": results}))
         return
     for number, result in enumerate(results):
-        prompt, sample = divmod(number, request.sampling.samples)
+        prompt, sample = divmod(number, args.samples)
         print(f"--- prompt {prompt + 1}, sample {sample + 1}\n{result['prompt']}{result['text']}")
-
-
-def _result(prompt: str, text: Text, job: Job) -> dict[str, Any]:
-    return {
-        "text": generation.words(job.tokenizer, text), "tokens": text.tokens, "prompt": prompt,
-        "prompt_tokens": len(text.prompt), "stopped": text.stopped,
-    }  # fmt: skip
 
 
 def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:

@@ -15,20 +15,19 @@ from titan.contracts import Loss, Measure, Model, Technique
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.plugin.registry import Plugin
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.packages import install
-from titan.skeletons import KINDS, RESERVED, write
+from titan.skeletons import KINDS, write
+from titan.skeletons import RESERVED as NEW
 
 HELP = "list all plugins, print the documentation and options of one, or write a new one"
 
-NEW = RESERVED
-
-NEW_HELP = """\
+NEW_HELP = f"""\
 A new plugin:
   titan plugins new NAME --kind KIND                 write NAME.py and test_NAME.py here: working code to change
   titan plugins new NAME --kind KIND --package DIR   write a package that pip installs, with the plugin and its test;
                                                      or add both to such a package, and an entry to its pyproject.toml
-  KIND is one of {kinds}.
+  KIND is one of {", ".join(KINDS)}.
   No file is overwritten, and no name that --path takes is given. The commands that test the plugin and train with it
   are printed.
 """
@@ -45,21 +44,15 @@ USES = {kind: (f"--{kind}.name", NEW) for kind in ("model", "optimizer", "lr_sch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the plugin's name (none: list all plugins), the form of the output, and what a new plugin is to be."""
-    parser.epilog = NEW_HELP.format(kinds=", ".join(KINDS))
-    parser.add_argument("name", nargs="?", help="plugin to describe; default: list all; new: write a new one")
-    parser.add_argument("new_name", nargs="?", metavar="NAME", help="with new: name of the new plugin")
-    parser.add_argument(
-        "--path",
-        action="append",
-        default=[],
-        metavar="P",
-        help="also load plugins from this folder or .py file; may be repeated",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help="with new: kind of the new plugin")
-    parser.add_argument(
-        "--package", type=Path, metavar="DIR", help="with new: folder of a package to write, or to add to"
-    )
+    parser.epilog = NEW_HELP
+    add = parser.add_argument
+    add("name", nargs="?", help="plugin to describe; default: list all; new: write a new one")
+    add("new_name", nargs="?", metavar="NAME", help="with new: name of the new plugin")
+    about = "also load plugins from this folder or .py file; may be repeated"
+    add("--path", action="append", default=[], metavar="P", help=about)
+    add("--json", action="store_true", help="one JSON object")
+    add("--kind", choices=KINDS, metavar="KIND", help="with new: kind of the new plugin")
+    add("--package", type=Path, metavar="DIR", help="with new: folder of a package to write, or to add to")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if args.name == NEW:
         return _write_new(args)
     if args.new_name or args.kind or args.package:
-        raise ConfigError([ConfigIssue("command line", f"NAME, --kind and --package follow {NEW}: {NEW_USAGE}")])
+        raise ConfigError(f"command line: NAME, --kind and --package follow {NEW}: {NEW_USAGE}")
     registry.load_plugins(args.path)
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
         hint = did_you_mean(args.name, {plugin.name for plugin in registry.every()})
-        raise ConfigError([ConfigIssue("", f"no plugin is named {args.name!r}{hint}{registry.left_out()}")])
+        raise ConfigError(f"no plugin is named {args.name!r}{hint}{registry.left_out()}")
     if args.json:
         print(json.dumps({"plugins": [_as_json(plugin) for plugin in chosen]}, indent=2))
     elif args.name is None:
@@ -83,12 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_new(args: argparse.Namespace) -> int:
-    """Write a skeleton, and print its files and the commands that test it and train with it."""
     if not args.new_name or not args.kind:
         lacks = "--kind" if args.new_name else "NAME"
-        raise ConfigError([ConfigIssue("command line", f"{lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}")])
-    written = write(args.kind, args.new_name, args.package, args.path)
-    files, extended = [str(path) for path in written.files], written.extended
+        raise ConfigError(f"command line: {lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}")
+    written, extended = write(args.kind, args.new_name, args.package, args.path)
+    files = [str(path) for path in written]
     if args.json:
         print(json.dumps({"files": files} | ({"extended": str(extended)} if extended else {}), indent=2))
         return 0
@@ -117,15 +109,11 @@ def _list(plugins: list[type[Plugin]]) -> None:
     for kind in dict.fromkeys(plugin.kind for plugin in plugins):
         print(kind)
         for plugin in (plugin for plugin in plugins if plugin.kind == kind):
-            print(f"  {plugin.name:<{width}}  {_where_it_acts(plugin):<28}{_first_line(plugin)}")
+            note = "default" if plugin.default else ""
+            if issubclass(plugin, Technique):
+                note = f"{plugin.phase}  {' '.join(f'mesh.{axis.name}' for axis in plugin.axes)}".strip()
+            print(f"  {plugin.name:<{width}}  {note:<28}{_first_line(plugin)}")
         print()
-
-
-def _where_it_acts(plugin: type[Plugin]) -> str:
-    if not issubclass(plugin, Technique):
-        return "default" if plugin.default else ""
-    axes = " ".join(f"mesh.{axis.name}" for axis in plugin.axes)
-    return f"{plugin.phase}  {axes}".strip()
 
 
 def _described(plugin: type[Plugin]) -> str:
@@ -142,10 +130,8 @@ def _described(plugin: type[Plugin]) -> str:
         text.append(f"{declared.key} {default}   # {_type_name(declared.hint)}{unit}: {declared.spec.doc}")
     if issubclass(plugin, Model) and plugin.presets:
         text.append(f"preset = one of {', '.join(plugin.presets)}")
-    if issubclass(plugin, Technique):
-        text += [
-            f"mesh.{axis.name} = {axis.default}   # {axis.data}, {axis.weights}: {axis.doc}" for axis in plugin.axes
-        ]
+    for axis in plugin.axes if issubclass(plugin, Technique) else ():
+        text.append(f"mesh.{axis.name} = {axis.default}   # {axis.data}, {axis.weights}: {axis.doc}")
     text += [f"row key {name}   # {measure.join}: {measure.doc}" for name, measure in _measures(plugin).items()]
     return "\n".join(text)
 
@@ -182,8 +168,6 @@ def _as_json(plugin: type[Plugin]) -> dict[str, Any]:
         "measures": {name: asdict(measure) for name, measure in _measures(plugin).items()},
     }
     if issubclass(plugin, Technique):
-        about |= {
-            "phase": plugin.phase,
-            "axes": [{"name": a.name, "data": a.data, "weights": a.weights} for a in plugin.axes],
-        }
+        axes = [{"name": a.name, "data": a.data, "weights": a.weights} for a in plugin.axes]
+        about |= {"phase": plugin.phase, "axes": axes}
     return about

@@ -13,6 +13,7 @@ A rank with a share of the heads allocates only its share.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ class Cache:
     def __init__(self, length: int) -> None:
         self.length, self.end = length, 0
         self.masks: dict[tuple[int, tuple[float, ...]], Tensor | None] = {}
-        self._layers: dict[AttentionCore, KeyValues] = {}
+        self._held: dict[AttentionCore, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, T, N], 0 where not written
         self._positions, self._first = torch.empty(0), True
 
     def place(self, starts: Sequence[int], width: int, device: torch.device) -> Tensor:
@@ -59,44 +60,31 @@ class Cache:
         cores = cores_of(module)
         before = [core.operation for core in cores]
         for core in cores:
-            core.operation = self._layers.setdefault(core, KeyValues(self, core)).attend
+            core.operation = partial(self._attend, core)
         try:
             yield
         finally:
             for core, operation in zip(cores, before, strict=True):
                 core.operation = operation
 
-
-def cores_of(module: nn.Module) -> list[AttentionCore]:
-    """The attention of all layers of a model."""
-    return [core for core in module.modules() if isinstance(core, AttentionCore)]
-
-
-class KeyValues:
-    """Keys and values of one layer, [B, K, T, N] each, zero at positions not yet written."""
-
-    def __init__(self, cache: Cache, core: AttentionCore) -> None:
-        self._cache, self._core = cache, core
-        self._keys = self._values = torch.empty(0)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def _attend(
+        self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         """Causal attention of this forward's tokens to themselves and to the cached ones; adds k and v to the cache.
 
-        Shapes as in `AttentionCore.forward`, with rotary embeddings already applied. There are no documents.
-
-        Returns [B, H, S, N], equal to `AttentionCore.attend` over the whole rows at once.
+        As `AttentionCore.attend` over the whole rows at once, without documents.
         """
-        cache, core = self._cache, self._core
-        if not self._keys.numel():
-            shape = (*k.shape[:2], cache.length, k.shape[-1])
-            self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
+        if core not in self._held:
+            shape = (*k.shape[:2], self.length, k.shape[-1])
+            self._held[core] = k.new_zeros(shape), v.new_zeros(shape)
+        keys, values = self._held[core]
         at = positions[:, None, :, None].expand_as(k)
-        self._keys.scatter_(2, at, k)
-        self._values.scatter_(2, at, v)
+        keys.scatter_(2, at, k)
+        values.scatter_(2, at, v)
         b, heads, s, n = q.shape
-        mask = cache.mask(core.window, core.own_slopes(heads), q.dtype)
+        mask = self.mask(core.window, core.own_slopes(heads), q.dtype)
         if mask is not None:
-            k, v = self._keys[:, :, : cache.end], self._values[:, :, : cache.end]
+            k, v = keys[:, :, : self.end], values[:, :, : self.end]
         if core.soft_cap:
             return attend_unfused(q, k, v, mask, scale=core.scale, soft_cap=core.soft_cap)
         if mask is None:  # plain causal attention, which has the fast kernels
@@ -107,3 +95,8 @@ class KeyValues:
         mask = mask.reshape(b, groups, group * s, -1) if core.slopes else mask.repeat(1, 1, group, 1)
         out = F.scaled_dot_product_attention(side_by_side, k, v, attn_mask=mask, scale=core.scale)
         return out.reshape(b, heads, s, n)
+
+
+def cores_of(module: nn.Module) -> list[AttentionCore]:
+    """The attention of all layers of a model."""
+    return [core for core in module.modules() if isinstance(core, AttentionCore)]

@@ -40,15 +40,13 @@ from titan.data.tokens.prepare import open_made
 from titan.data.tokens.shards import Shard
 from titan.data.tokens.tokenize import Lost, encode_document
 from titan.errors import ConfigError, DataError, DivergedError
-from titan.inference.load_model import Trained
+from titan.inference.load_model import Trained, missing_row
 from titan.log import log
 from titan.ranks.turns import from_first
 from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
 ROUND = 16
 """Batches are as long as their longest window, rounded up to this many tokens."""
-
-_WHITESPACE = re.compile(r"\s+")
 
 Numbers = dict[str, float | int | None]
 Watch = Callable[[int], None]
@@ -57,9 +55,7 @@ Watch = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How documents are read. stride: 0 stands for seq_len.  batch_size: windows per forward on one rank.  limit:
-    documents to read; 0: all.
-    """
+    """How documents are read. stride 0: seq_len.  batch_size: windows per forward on a rank.  limit: of documents."""
 
     stride: int = 0
     first_token: Literal["predict", "skip"] = "predict"
@@ -85,7 +81,7 @@ class Counted:
 
     def add(self, text: str) -> None:
         """Count the words and UTF-8 bytes of one more document."""
-        self.words += len(_WHITESPACE.split(text))
+        self.words += len(re.split(r"\s+", text))
         self.bytes += len(text.encode("utf-8", errors="replace"))
 
 
@@ -106,12 +102,10 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     start = [trained.delimiters.start] if reading.first_token == "predict" else []
     shards = from_first(lambda: open_made(job.sources[0].plugin, job.tokenizer), trained.rank)
     documents = islice(_documents(trained, counted, shards), reading.limit or None)
-    found = (w for ids in documents for w in windows([*start, *ids], length, reading.stride or length))
-    batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
+    pieces = (w for ids in documents for w in windows([*start, *ids], length, reading.stride or length))
+    nats, tokens = _scored(pieces, trained, reading, watch, nats_and_tokens(job.loss), 2)
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
-    _require_finite(nats, trained)
     if counted.lost.lost:
         log.warning(f"tokenizer {job.tokenizer.name!r}: {counted.lost.shown()}; bits per byte count them")
     return {
@@ -130,21 +124,16 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
 def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     """Accuracy on the last word of each document of the job's data, and how probable it was; all ranks together.
 
-    Raises:
-        ConfigError: the data are tokens already.
-        DataError: the data cannot be read, or a text has no last word.
-        DivergedError: the model's logits are no finite numbers.
+    Raises ConfigError where the data are tokens already, else the same as `evaluate`.
     """
     job, counted = trained.job, Counted()
     dataset = job.sources[0].plugin
     if dataset.shards() is not None:
         raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
-    found = islice(_last_words(trained, counted), reading.limit or None)
-    batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job, trained.context.mesh), 3)
+    pieces = islice(_last_words(trained, counted), reading.limit or None)
+    nats, tokens, known = _scored(pieces, trained, reading, watch, _known_words(job, trained.context.mesh), 3)
     if not counted.documents:
         raise DataError(f"dataset {dataset.name!r} holds no text")
-    _require_finite(nats, trained)
     return {
         "accuracy": known / counted.documents,
         "loss": nats / tokens,
@@ -155,10 +144,14 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     }
 
 
-def _require_finite(nats: float, trained: Trained) -> None:
-    """Raise where the sum of all ranks is no finite number; names a weight of this rank that is none either."""
-    if math.isfinite(nats):
-        return
+def _scored(
+    pieces: Iterable[Window], trained: Trained, reading: Reading, watch: Watch, score: Score, values: int
+) -> list[float]:
+    """The sums of all ranks, nats first; where these are not finite, names a weight of this rank that is not either."""
+    batches = _dealt(pieces, trained, reading.batch_size, watch)
+    sums = totals(trained.engine, trained.context, batches, score, values)
+    if math.isfinite(sums[0]):
+        return sums
     for name, tensors in model_tensors(trained.parts).items():
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         if not all(tensor.isfinite().all() for tensor in local):
@@ -224,35 +217,28 @@ def _texts(job: Job) -> Iterator[Document]:
 
 
 def _checked(ids: list[int], job: Job) -> list[int]:
-    if max(ids) >= job.spec.vocab_size:
-        token = f"token id {max(ids)} ({job.tokenizer.decode([max(ids)])!r})"
-        what = f"the text has {token}, but the model's vocab_size is {job.spec.vocab_size}: it has no row for it"
-        raise DataError(f"{what}; set --tokenizer.name if this is not the model's tokenizer, or change the text")
+    if why := missing_row(ids, job, "the text"):
+        raise DataError(f"the text {why}")
     return ids
 
 
-def _dealt(found: Iterable[Window], trained: Trained, size: int, watch: Watch) -> Iterator[Batch]:
+def _dealt(pieces: Iterable[Window], trained: Trained, size: int, watch: Watch) -> Iterator[Batch]:
     """This rank's batches of the windows, which are dealt out in turn; as many batches, of one shape, on each rank."""
-    layout, left = trained.job.layout, iter(found)
-    ranks, index = trained.job.batch_ranks, layout.index_of(trained.rank.number, "dealt")
+    left, ranks = iter(pieces), trained.job.batch_ranks
+    index = trained.job.layout.index_of(trained.rank.number, "dealt")
     even = math.lcm(ROUND, trained.parts[0].length_multiple)
     while group := list(islice(left, size * ranks)):
         longest = max(len(window.ids) - 1 for window in group)
         width = min(trained.job.data.seq_len, -(-longest // even) * even)
-        mine, rows = group[index::ranks], -(-len(group) // ranks)
-        yield _batch(mine, (rows, width), trained)
+        # Padded to the right, where attention does not look, and with rows that nothing is asked of.
+        shape = -(-len(group) // ranks), width
+        tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+        for row, (ids, predicted) in enumerate(group[index::ranks]):
+            last = len(ids) - 1
+            tokens[row, :last] = torch.tensor(ids[:-1])
+            labels[row, last - predicted : last] = torch.tensor(ids[-predicted:])
+        yield Batch(tokens.to(trained.rank.device), labels.to(trained.rank.device))
         watch(sum(window.predicted for window in group))
-
-
-def _batch(mine: list[Window], shape: tuple[int, int], trained: Trained) -> Batch:
-    """Windows padded to the right, where attention does not look, and with rows that nothing is asked of."""
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORE)
-    for row, (ids, predicted) in enumerate(mine):
-        last = len(ids) - 1
-        tokens[row, :last] = torch.tensor(ids[:-1])
-        labels[row, last - predicted : last] = torch.tensor(ids[-predicted:])
-    return Batch(tokens.to(trained.rank.device), labels.to(trained.rank.device))
 
 
 def _known_words(job: Job, mesh: Mesh) -> Score:

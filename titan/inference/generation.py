@@ -23,6 +23,7 @@ from titan.config import Job
 from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer
 from titan.errors import ConfigError, DivergedError
 from titan.inference.cache import Cache, cores_of
+from titan.inference.load_model import missing_row
 from titan.training.engine import SequentialEngine, evaluating
 from titan.training.phases import cut
 
@@ -36,10 +37,7 @@ Stop = Literal["end", "max_new_tokens", "max_seq_len"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw. temperature 0: always the most probable token.  top_k 0, top_p 1: no cut.
-
-    samples: texts for each prompt.
-    """
+    """How to draw. temperature 0: always the most probable token.  top_k 0, top_p 1: no cut.  samples: of a prompt."""
 
     max_new_tokens: int = 128
     temperature: float = 0.8
@@ -49,10 +47,7 @@ class Sampling:
     samples: int = 1
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What tokens are drawn with: logits [..., V] -> float32 [..., V], each row with a sum of 1.
-
-        Only for a temperature above 0.
-        """
+        """What tokens are drawn with above temperature 0: logits [..., V] -> float32 [..., V], each row sums to 1."""
         logits = logits.float()
         # The largest becomes 0 first: no temperature, however small, makes an infinity of it.
         scores = (logits - logits.amax(-1, keepdim=True)) / self.temperature
@@ -122,18 +117,14 @@ def words(tokenizer: Tokenizer, text: Text) -> str:
 def encode(job: Job, prompt: str, around: Delimiters) -> tuple[int, ...]:
     """Ids of a prompt and those around it; where there is none, the one from which a document's first id follows.
 
-    Raises:
-        ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
+    ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
     """
     ids = (*around.before, *job.tokenizer.encode(prompt), *around.after) or (around.start,)
     if len(ids) >= job.spec.max_seq_len:
         longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
-    if max(ids) >= job.spec.vocab_size:
-        token = f"token id {max(ids)} ({job.tokenizer.decode([max(ids)])!r})"
-        what = f"{token}, but the model's vocab_size is {job.spec.vocab_size}: it has no row for it"
-        then = "set --tokenizer.name if this is not the model's tokenizer, or change the prompt"
-        raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}; {then}")
+    if why := missing_row(ids, job, "the prompt"):
+        raise ConfigError(f"the prompt {prompt[:24]!r}... {why}")
     return ids
 
 
@@ -180,22 +171,19 @@ def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first:
     while any(text.stopped is None for text in texts):
         logits = model.next([text.ids for text in texts])
         tokens = _agree(model.context, _draw(logits, texts, sampling, model.ids), len(texts))
-        for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            if text.stopped is None:
-                _take(text, token, model, sampling)
-                if watch is not None and text.stopped != "end":
-                    watch(first + number, token)
-
-
-def _take(text: Text, token: int, model: "_Model", sampling: Sampling) -> None:
-    if token in model.stops:
-        text.stopped = "end"
-        return
-    text.ids.append(token)
-    if len(text.tokens) == sampling.max_new_tokens:
-        text.stopped = "max_new_tokens"
-    elif len(text.ids) == model.longest:
-        text.stopped = "max_seq_len"
+        for number, (text, token) in enumerate(zip(texts, tokens, strict=True), first):
+            if text.stopped is not None:
+                continue
+            if token in model.stops:
+                text.stopped = "end"
+                continue
+            text.ids.append(token)
+            if watch is not None:
+                watch(number, token)
+            if len(text.tokens) == sampling.max_new_tokens:
+                text.stopped = "max_new_tokens"
+            elif len(text.ids) == model.longest:
+                text.stopped = "max_seq_len"
 
 
 def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling, ids: int) -> list[int] | None:
@@ -222,9 +210,9 @@ def _agree(context: BuildContext, tokens: list[int] | None, count: int) -> list[
     if context.mesh.layout.world_size > 1:
         speaker = torch.tensor(context.mesh.layout.world_size if tokens is None else context.mesh.rank)
         dist.all_reduce(speaker, dist.ReduceOp.MIN)
-        said = torch.tensor(tokens or [0] * count)
-        dist.broadcast(said, src=int(speaker))
-        tokens = said.tolist()
+        message = torch.tensor(tokens or [0] * count)
+        dist.broadcast(message, src=int(speaker))
+        tokens = message.tolist()
     assert tokens is not None, "no rank has logits"
     if -1 in tokens:
         raise DivergedError("the model's logits are NaN or infinite")
@@ -240,11 +228,10 @@ class _Model:
         # Where ranks hold slices of a sequence, it must come out even.
         self.multiple = context.parts[0].length_multiple
         self.longest = context.spec.max_seq_len // self.multiple * self.multiple
-        in_slices = context.mesh.layout.degree_of("sliced") > 1
-        alone = isinstance(getattr(engine, "inner", engine), SequentialEngine)
+        whole = isinstance(getattr(engine, "inner", engine), SequentialEngine)
+        whole = whole and context.mesh.layout.degree_of("sliced") == 1
         cores = cores_of(context.parts[0].module)
-        plain = bool(context.spec.attention) and not any(core.computes_its_own for core in cores)
-        self._caching = plain and alone and not in_slices
+        self._caching = whole and bool(context.spec.attention) and not any(core.computes_its_own for core in cores)
         self._cache: Cache | None = None
 
     def begin(self, rows: int, length: int) -> None:
@@ -265,22 +252,18 @@ class _Model:
         starts = [max(0, len(row) - width) for row in rows]
         padded = [[*row[start:], *[0] * (width - len(row) + start)] for row, start in zip(rows, starts, strict=True)]
         tokens = torch.tensor(padded, device=self.context.device)
-        batch, logits = self._logits(tokens, starts)
+        if self._cache is None:
+            batch = cut(Batch(tokens, tokens), self.context)
+            logits = self.engine.forward(batch)
+        else:
+            part = self.context.parts[0]
+            batch = Batch(tokens, tokens, positions=self._cache.place(starts, width, tokens.device))
+            with self._cache.attached(part.module):
+                logits = part.forward(tokens, batch)
         if logits is None:
             return None
         last = tokens.new_tensor([len(row) - 1 for row in rows])
-        found = _whole(logits, batch.positions == last[:, None])
-        return self.context.mesh.sum(found, "sliced")
-
-    def _logits(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Batch, Tensor | None]:
-        """Logits of this rank's positions, and the batch that says which these are."""
-        if self._cache is None:
-            batch = cut(Batch(tokens, tokens), self.context)
-            return batch, self.engine.forward(batch)
-        part = self.context.parts[0]
-        batch = Batch(tokens, tokens, positions=self._cache.place(starts, tokens.shape[1], tokens.device))
-        with self._cache.attached(part.module):
-            return batch, part.forward(tokens, batch)
+        return self.context.mesh.sum(_whole(logits, batch.positions == last[:, None]), "sliced")
 
 
 def _whole(logits: Tensor, wanted: Tensor) -> Tensor:

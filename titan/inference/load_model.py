@@ -4,7 +4,8 @@ Only the model, tokenizer, loss, seq_len and packing are read from a checkpoint'
 set by the user, and plugin folders that an untrusted checkpoint names are never imported.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from titan.checkpoint.weights import (
 )
 from titan.config import Job, load_table
 from titan.config.tables import Table, override, plugin_folders
-from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
+from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart
 from titan.contracts.plugin import registry
-from titan.errors import CheckpointError, ConfigError
+from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError, TitanError
+from titan.ranks import failure, process
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import context_of
@@ -64,15 +66,17 @@ def open_job(
     override(words, overrides)
     registry.load_plugins(plugin_folders(words))  # first of all: one may be of the folder's architecture
     path = find_weights(given, option)
-    own = _hf_table(path) if is_hf(path) else _stored_table(path)
+    if is_hf(path):
+        model = model_table(read_hf_config(path), path)
+        own = {"model": model, "data": {"seq_len": min(128, int(model.get("max_seq_len", 128)))}}
+    else:
+        own = _stored_table(path)
     if (tokenizer := tokenizer_table(path)) is not None:
         own["tokenizer"] = tokenizer
     elif not any(word.startswith("--tokenizer.") for word in overrides):
         raise CheckpointError(f"{path} holds no tokenizer that a plugin can read; name one with --tokenizer.name")
-    table: dict[str, Any] = {
-        **own, "train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}
-    }  # fmt: skip
-    job = load_table(table, str(path), overrides, world_size)
+    own |= {"train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}}
+    job = load_table(own, str(path), overrides, world_size)
     check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
     return path, job
 
@@ -83,22 +87,11 @@ def _stored_table(path: Path) -> dict[str, Any]:
     return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
 
 
-def _hf_table(path: Path) -> dict[str, Any]:
-    model = model_table(read_hf_config(path), path)
-    seq_len = min(128, int(model.get("max_seq_len", 128)))
-    return {"model": model, "data": {"seq_len": seq_len}}
-
-
 def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The `[model]` table of a config.json.
-
-    Raises:
-        CheckpointError: no plugin knows the architecture.
-    """
+    """The `[model]` table of a config.json; CheckpointError where no plugin knows the architecture."""
     for plugin in registry.of_kind(Model.kind):
         assert issubclass(plugin, Model)
-        values = plugin.from_hf(config)
-        if values is not None:
+        if (values := plugin.from_hf(config)) is not None:
             return {"name": plugin.name, **values}
     unknown = f"no model plugin supports model_type {config.get('model_type')!r}{registry.left_out()}"
     raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
@@ -110,37 +103,36 @@ def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
     Weights as published have seen what their tokenizer states. titan's training puts `end` after each document and
     nothing before it. bos: True, False: start texts as published, or as in training; None: as the weights have it.
 
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-        ConfigError: the model has no row for one of them.
+    ConfigError: the model has no row for one of them.
     """
-    around = _delimiters(path, job.tokenizer, bos)
-    highest, rows = max((around.start, *around.before, *around.after)), job.spec.vocab_size
-    if highest >= rows:
+    tokenizer, rows = job.tokenizer, job.spec.vocab_size
+    around = tokenizer.delimiters
+    if is_trained(path):
+        around = around._replace(stops=tuple({*around.stops, tokenizer.end}))
+        bos = bool(bos)
+    if bos is False:
+        around = Delimiters(tokenizer.end, (), (), around.stops)
+    elif bos and not around.before and around.start != tokenizer.end:
+        around = around._replace(before=(around.start,))
+    if (highest := max((around.start, *around.before, *around.after))) >= rows:
         what = f"token id {highest} stands before or after texts, but the model's vocab_size is {rows}"
-        raise ConfigError(f"[tokenizer] {job.tokenizer.name!r}: {what}; name an end that it has with --tokenizer.end")
+        raise ConfigError(f"[tokenizer] {tokenizer.name!r}: {what}; name an end that it has with --tokenizer.end")
     return around
 
 
-def _delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None) -> Delimiters:
-    published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (), (tokenizer.end,))
-    if is_trained(path):
-        published = published._replace(stops=tuple({*published.stops, *plain.stops}))
-        bos = bool(bos)
-    if bos is False:
-        return plain._replace(stops=published.stops)
-    if bos and not published.before and published.start != tokenizer.end:
-        return published._replace(before=(published.start,))
-    return published
+def missing_row(ids: Sequence[int], job: Job, owner: str) -> str:
+    """Says that the model has no row for one of the ids of a text or a prompt, the owner; empty where it has all."""
+    if (highest := max(ids)) < job.spec.vocab_size:
+        return ""
+    token = f"token id {highest} ({job.tokenizer.decode([highest])!r})"
+    what = f"has {token}, but the model's vocab_size is {job.spec.vocab_size}: it has no row for it"
+    return f"{what}; set --tokenizer.name if this is not the model's tokenizer, or change {owner}"
 
 
 def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: bool | None = None) -> Trained:
     """Build the model of a job on this rank and give it the weights of a folder; all ranks together.
 
     technique: whose weights to take in place of the trained ones.  bos: as `delimiters` has it.
-
-    Raises:
-        CheckpointError: the weights cannot be read or do not fit.
     """
     context = context_of(job, rank)
     parts = phases.assemble(context)
@@ -148,3 +140,21 @@ def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: boo
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     engine = engine or SequentialEngine(parts[0], context.techniques)
     return Trained(job, rank, context, parts, engine, delimiters(path, job, bos))
+
+
+def run_as_rank(work: Callable[[int], None]) -> int:
+    """Do what a command does on each rank, which is told its number; returns its exit code, and reports an error."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        work(rank)
+        return EXIT_DONE
+    except TitanError as error:
+        failure.report(error, rank)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    except Exception as error:
+        failure.tell(error, rank)
+        return EXIT_FAILED
+    finally:
+        process.leave()

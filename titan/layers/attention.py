@@ -9,7 +9,7 @@ compilation and pipelines need to know nothing of them.
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -36,9 +36,9 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def alibi(slopes: Sequence[float], distance: Tensor) -> Tensor:
-    """What ALiBi adds to scores (arXiv 2108.12409): -slope * distance for each head, float32.
+    """What ALiBi adds to scores (arXiv 2108.12409): -slope * distance for each of H heads, float32 [..., H, Q, K].
 
-    slopes: of H heads.  distance: [..., Q, K], query positions less key positions. Returns [..., H, Q, K].
+    distance: [..., Q, K], query positions less key positions.
     """
     heads = torch.tensor(slopes, device=distance.device)
     return distance.float().unsqueeze(-3) * -heads[:, None, None]
@@ -70,13 +70,10 @@ def attend_unfused(
     """The same as `attend`, as separate operations: scores [B, H, S, S] pass through memory in q's dtype.
 
     Backward needs the softmax of the scores: B H S^2 numbers, which recompute modes "attention" and "selective" do not
-    keep; with a soft cap it needs the tanh too. The softmax's backward holds two tensors of that size besides: the
-    gradients of the probabilities and of the scores. The scores are not masked in place: they are a view, for which
-    autograd would copy the whole gradient twice more.
+    keep; with a soft cap it needs the tanh too. It holds two tensors of that size besides: the gradients of the
+    probabilities and of the scores.
 
-    mask: [B or 1, H or 1, S, S], bool or what is added to the scores, as in `attend`; None: causal attention. With a
-        mask k and v may have another number of positions than q.
-    scale: as in `attend`.
+    mask, scale: as in `attend`. With a mask k and v may have another number of positions than q.
     soft_cap: c: scaled scores s become c tanh(s / c) before they are masked (Gemma 2, arXiv 2408.00118); 0: they stay.
     """
     b, heads, s, n = q.shape
@@ -89,6 +86,7 @@ def attend_unfused(
     scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, -1)
     if soft_cap:
         scores = scores.tanh() * soft_cap
+    # Not in place: of a view, autograd would copy the whole gradient twice more.
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(-1).view(b, heads // group, group * s, -1) @ v).view(b, heads, s, n)
 
@@ -103,10 +101,10 @@ class AttentionCore(nn.Module):
     slopes: of ALiBi, one for each query head of the model: -slope * (query position - key position) is added to a score
         (arXiv 2108.12409); empty: nothing is added.
     first_head: which of the model's query heads is the first of q. A technique that splits heads adds to it.
-    writes_scores: whether the S x S scores are saved for backward, so that recomputing the core saves memory. A model
-        whose own attention does so derives its core from this class, and states `scores_written` in its costs.
+    writes_scores: whether the S x S scores are saved for backward, so that recomputing the core saves memory.
 
-    A class of a model's own may derive from this one and compute another `attend`; techniques then only wrap it.
+    A class of a model's own may derive from this one and compute another `attend`; techniques then only wrap it. If it
+    writes its scores, the model states `scores_written` in its costs.
     """
 
     def __init__(
@@ -136,16 +134,12 @@ class AttentionCore(nn.Module):
 
         A pipeline copies modules: an operation that holds a module, a technique or a process group is copied with it.
 
-        Args:
-            operation: in place of `attend`.
-            by: name of the technique.
-            follows: what the operation does if the core has it. It reads the core's attributes, and `own_slopes`, when
-                it is called.
-            wraps: the operation calls the one before, `operation` or `attend`, and so follows all that it does.
+        by: name of the technique.
+        follows: what the operation does if the core has it. It reads the core's attributes when it is called.
+        wraps: the operation calls the one before, `operation` or `attend`, and so follows all that it does.
 
-        Raises:
-            PluginError: another technique has replaced the operation, or this one would leave out what the model's
-                attention does, or `follows` has an unknown name.
+        PluginError: another technique has replaced the operation, or this one would leave out what the model's
+            attention does, or `follows` has an unknown name.
         """
         if self._used_by and not wraps:
             raise PluginError(
@@ -153,28 +147,21 @@ class AttentionCore(nn.Module):
                 "the other's operation; disable one of them"
             )
         if self.computes_its_own and not wraps:
-            raise PluginError(
-                f"technique {by} replaces attention, but {type(self).__name__} computes attention of its own"
-            )
+            own = f"{type(self).__name__} computes attention of its own"
+            raise PluginError(f"technique {by} replaces attention, but {own}")
         for fact in follows:
             if fact not in get_args(Fact):
                 raise PluginError(f"technique {by} follows {fact!r} of attention{did_you_mean(fact, get_args(Fact))}")
-        left_out = [told for fact, told in self._facts().items() if fact not in follows]
-        if left_out and not wraps:
-            raise PluginError(
-                f"technique {by} replaces attention, but does not follow its {' and its '.join(left_out)}"
-            )
-        self.operation, self._used_by = operation, by
-
-    def _facts(self) -> Mapping[Fact, str]:
-        """What this core has besides plain causal attention, in words."""
-        found: dict[Fact, tuple[bool, str]] = {
+        facts: dict[Fact, tuple[bool, str]] = {
             "window": (self.window > 0, f"window of {self.window} positions"),
             "scale": (self.scale is not None, f"scale of {self.scale}"),
             "soft_cap": (self.soft_cap > 0, f"soft cap of {self.soft_cap}"),
             "slopes": (bool(self.slopes), f"ALiBi slopes of {len(self.slopes)} heads"),
         }
-        return {fact: told for fact, (there, told) in found.items() if there}
+        left_out = " and its ".join(text for fact, (has, text) in facts.items() if has and fact not in follows)
+        if left_out and not wraps:
+            raise PluginError(f"technique {by} replaces attention, but does not follow its {left_out}")
+        self.operation, self._used_by = operation, by
 
     @property
     def computes_its_own(self) -> bool:
@@ -182,13 +169,11 @@ class AttentionCore(nn.Module):
         return type(self).attend is not AttentionCore.attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Attention of this rank's positions to those of their documents up to their own.
+        """Attention of this rank's positions to those of their documents up to their own: [B, H, S, N] in q's dtype.
 
         q: [B, H, S, N].  k, v: [B, K, S, N], H a multiple of K.
         positions: [B, S] int64, places in the whole sequence.
         documents: [B, T] int64, the document of each place of the whole sequence; None: all of one.
-
-        Returns [B, H, S, N] in q's dtype.
         """
         # `or` would be a branch that PyTorch 2.11 cannot compile.
         operation = self.attend if self.operation is None else self.operation
@@ -197,21 +182,14 @@ class AttentionCore(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         """The same where k and v are of all positions of the sequence, in order."""
         slopes = self.own_slopes(q.shape[1])
-        masked = documents is not None or bool(slopes) or 0 < self.window < q.shape[2]
-        dtype = torch.bool if self.writes_scores and not slopes else q.dtype
-        mask = _mask(positions, documents, self.window, slopes, q.shape[2], dtype) if masked else None
+        mask: Tensor | None = None
+        if documents is not None or slopes or 0 < self.window < q.shape[2]:
+            dtype = torch.bool if self.writes_scores and not slopes else q.dtype
+            make = _new_mask if torch.compiler.is_compiling() else _shared_mask
+            mask = make(positions, documents, self.window, slopes, q.shape[2], dtype)
         if self.writes_scores:
             return attend_unfused(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap)
         return attend(q, k, v, mask, scale=self.scale)
-
-
-def _mask(
-    positions: Tensor, documents: Tensor | None, window: int, slopes: Sequence[float], length: int, dtype: torch.dtype
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _new_mask(documents, window, slopes, length, dtype, positions.device)
-    mask: Tensor = _shared_mask(positions, documents, window, slopes, length, dtype)
-    return mask
 
 
 _masks: dict[tuple[int, tuple[float, ...]], tuple[weakref.ref[Tensor] | None, Tensor]] = {}
@@ -234,33 +212,25 @@ def _shared_mask(
 ) -> Tensor:
     """The mask of a window, slopes and documents; layers that are given the same documents share it, recomputed or not.
 
-    The same tensor for all layers, so that autograd keeps it once. One operation, whether the mask is there or not:
-    selective recomputation requires the same operations again, while a pipeline may have made the mask of another micro
-    batch in between.
+    One tensor, so that autograd keeps it once. One operation, whether the mask is there or not: selective recomputation
+    requires the same operations again, while a pipeline may have made the mask of another micro batch in between.
     """
-    device, kind = positions.device, (window, tuple(slopes))
+    kind = window, tuple(slopes)
     of, mask = _masks.get(kind, (None, torch.empty(0)))
     same = of is None if documents is None else of is not None and of() is documents
-    if not same or (mask.shape[-1], mask.dtype, mask.device) != (length, dtype, device):
+    if not same or (mask.shape[-1], mask.dtype, mask.device) != (length, dtype, positions.device):
         del mask
         _masks.pop(kind, None)  # before its successor is made: two at a time may not fit
-        mask = _new_mask(documents, window, slopes, length, dtype, device)
+        mask = _new_mask(positions, documents, window, slopes, length, dtype)
         _masks[kind] = None if documents is None else weakref.ref(documents, _forget), mask
     return mask
 
 
 def _new_mask(
-    documents: Tensor | None,
-    window: int,
-    slopes: Sequence[float],
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    positions: Tensor, documents: Tensor | None, window: int, slopes: Sequence[float], length: int, dtype: torch.dtype
 ) -> Tensor:
-    """As `attend` takes it. In place, as each copy is of S x S: one bool tensor besides the mask at most.
-
-    With slopes it is of S x S for each head, and made in float32.
-    """
+    """As `attend` takes it. In place, as each copy is of S x S: one bool tensor besides the mask at most."""
+    device = positions.device
     if documents is None:
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril_()
     else:
@@ -290,13 +260,10 @@ def attention_cost(
     With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
     softmax of the scores in the compute dtype instead: S numbers per token and head. Backward holds two copies more.
 
-    Args:
-        heads, kv_heads: query heads and key-value heads, before any split.
-        head_dim: features per head.
-        window: as in `AttentionCore`.
-        scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
-        soft_cap: whether scores have a soft cap: they are written then, and their tanh is saved too.
-        biased: whether heads have ALiBi slopes: their mask is of S x S for each head.
+    heads, kv_heads: query heads and key-value heads, before any split.  head_dim, window: as in `AttentionCore`.
+    scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
+    soft_cap: whether scores have a soft cap: they are written then, and their tanh is saved too.
+    biased: whether heads have ALiBi slopes: their mask is of S x S for each head.
     """
     inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
     statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)

@@ -14,17 +14,7 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts.base.cost import (
-    Elementwise,
-    Operation,
-    SavedTensor,
-    linear,
-    norm,
-    residual,
-    saved_by_gate,
-    saved_by_rms_norm,
-    shared,
-)
+from titan.contracts.base import cost
 from titan.contracts.base.spec import TensorStyle
 from titan.layers.attention import AttentionCore, attention_cost
 from titan.layers.philox import Dropout, dropout_cost
@@ -35,16 +25,12 @@ class LayerPart(NamedTuple):
     """A part of a layer as data; modules are named from the layer, as in `attn.wq`.
 
     operations: in forward order; what two operations save is stated at the first of them.
-    tensor: module -> `TensorStyle`.
-    draws: modules that draw random numbers.
+    tensor: module -> `TensorStyle`.  draws: modules that draw random numbers.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[cost.Operation, ...]
     tensor: Mapping[str, TensorStyle]
     draws: tuple[str, ...] = ()
-
-
-# --- attention ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,32 +67,31 @@ class Heads:
         d, q, kv, bias = self.dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.bias
         norms = {"attn.q_norm": q, "attn.k_norm": kv} if self.norm_eps is not None else {}
         wide = self.wide_norm
-        moved = 8 * self.rotary_share + 2 * (self.rotary_share < 1)  # what stays is copied beside what is rotated
-        turned = Elementwise(region="tp_sharded", forward=moved * (q + kv), backward=moved * (q + kv))
+        # What stays is copied beside what is rotated.
+        moved = (8 * self.rotary_share + 2 * (self.rotary_share < 1)) * (q + kv)
         operations = (
-            shared(d, 3),
-            linear("attn.wq", d, q, saved=d, bias=bias),
-            linear("attn.wk", d, kv, bias=bias), linear("attn.wv", d, kv, bias=bias),
+            cost.shared(d, 3),
+            cost.linear("attn.wq", d, q, saved=d, bias=bias),
+            cost.linear("attn.wk", d, kv, bias=bias), cost.linear("attn.wv", d, kv, bias=bias),
             *(_norm_of_heads(name, numel, numel if wide else self.head_dim) for name, numel in norms.items()),
-            *((turned,) if self.rotary else ()),
+            *((cost.Elementwise(region="tp_sharded", forward=moved, backward=moved),) if self.rotary else ()),
             attention_cost(
                 self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused,
                 soft_cap=self.soft_cap > 0, biased=bool(self.slopes),
             ),
-            linear("attn.wo", q, d, bias=bias),
+            cost.linear("attn.wo", q, d, bias=bias),
         )  # fmt: skip
-        tensor: dict[str, TensorStyle] = {
-            "attn": "gather", "attn.wq": "column", "attn.wk": "column", "attn.wv": "column", "attn.wo": "row"
-        }  # fmt: skip
-        return LayerPart(operations, {**tensor, **dict.fromkeys(norms, "wide_norm" if wide else "qk_norm")})
+        columns: dict[str, TensorStyle] = dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), "column")
+        styles: dict[str, TensorStyle] = dict.fromkeys(norms, "wide_norm" if wide else "qk_norm")
+        return LayerPart(operations, {"attn": "gather", **columns, "attn.wo": "row", **styles})
 
 
-def _norm_of_heads(module: str, numel: int, width: int) -> Elementwise:
+def _norm_of_heads(module: str, numel: int, width: int) -> cost.Elementwise:
     """An RMSNorm of a rank's own heads of `numel` features in all, `width` at a time: as that of hidden states."""
-    statistics = SavedTensor(numel=numel / width, region="tp_sharded" if width < numel else "seq_full", itemsize=4)
-    return Elementwise(
+    statistics = cost.SavedTensor(numel=numel / width, region="tp_sharded" if width < numel else "seq_full", itemsize=4)
+    return cost.Elementwise(
         module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width,
-        saved=saved_by_rms_norm(numel, statistics, "tp_sharded"),
+        saved=cost.saved_by_rms_norm(numel, statistics, "tp_sharded"),
     )  # fmt: skip
 
 
@@ -118,16 +103,14 @@ class SelfAttention(nn.Module):
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
-        d, n = heads.dim, heads.head_dim
-        self.head_dim = n
-        self.wq = nn.Linear(d, heads.n_heads * n, bias=heads.bias)
-        self.wk = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
-        self.wv = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
-        eps = heads.norm_eps
-        self.wide_norm = heads.wide_norm
-        self.q_norm = None if eps is None else nn.RMSNorm(n * heads.n_heads if heads.wide_norm else n, eps=eps)
-        self.k_norm = None if eps is None else nn.RMSNorm(n * heads.n_kv_heads if heads.wide_norm else n, eps=eps)
-        self.wo = nn.Linear(heads.n_heads * n, d, bias=heads.bias)
+        d, n, eps = heads.dim, heads.head_dim, heads.norm_eps
+        q, kv = heads.n_heads * n, heads.n_kv_heads * n
+        self.head_dim, self.wide_norm = n, heads.wide_norm
+        self.wq = nn.Linear(d, q, bias=heads.bias)
+        self.wk, self.wv = (nn.Linear(d, kv, bias=heads.bias) for _ in range(2))
+        self.q_norm = None if eps is None else nn.RMSNorm(q if heads.wide_norm else n, eps=eps)
+        self.k_norm = None if eps is None else nn.RMSNorm(kv if heads.wide_norm else n, eps=eps)
+        self.wo = nn.Linear(q, d, bias=heads.bias)
         self.core = AttentionCore(
             window=heads.window, scale=heads.scale, soft_cap=heads.soft_cap, slopes=heads.slopes,
             writes_scores=heads.unfused,
@@ -149,13 +132,9 @@ class SelfAttention(nn.Module):
         return self.wo(self.core(q, k, v, positions, documents).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norms over the last dimension, where there are norms."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
-
-
-# --- feed-forward -------------------------------------------------------------------------------------------------
 
 
 class SwiGLU(nn.Module):
@@ -176,10 +155,10 @@ def swiglu(dim: int, ffn_dim: int) -> LayerPart:
     """`SwiGLU` as data, under the name `ffn`."""
     d, f = dim, ffn_dim
     operations = (
-        shared(d, 2),
-        linear("ffn.w1", d, f, saved=d), linear("ffn.w3", d, f),
-        Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved_by_gate(f)),
-        linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
+        cost.shared(d, 2),
+        cost.linear("ffn.w1", d, f, saved=d), cost.linear("ffn.w3", d, f),
+        cost.Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=cost.saved_by_gate(f)),
+        cost.linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
     )  # fmt: skip
     return LayerPart(operations, {"ffn": "gather", "ffn.w1": "column", "ffn.w3": "column", "ffn.w2": "row"})
 
@@ -203,24 +182,20 @@ class FeedForward(nn.Module):
 def feed_forward(dim: int, ffn_dim: int) -> LayerPart:
     """`FeedForward` as data, under the name `ffn`."""
     d, f = dim, ffn_dim
-    saved = (SavedTensor(numel=f, region="tp_sharded"),)
+    saved = (cost.SavedTensor(numel=f, region="tp_sharded"),)
     operations = (
-        linear("ffn.up", d, f, saved=d, bias=True),
-        Elementwise(region="tp_sharded", forward=2 * f, backward=3 * f, saved=saved),
-        linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
+        cost.linear("ffn.up", d, f, saved=d, bias=True),
+        cost.Elementwise(region="tp_sharded", forward=2 * f, backward=3 * f, saved=saved),
+        cost.linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
     )
     return LayerPart(operations, {"ffn": "gather", "ffn.up": "column", "ffn.down": "row"})
-
-
-# --- the two behind norms -----------------------------------------------------------------------------------------
 
 
 class PreNormLayer(nn.Module):
     """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`, maybe with dropout of what is added to x and h.
 
     attn_dropout, ffn_dropout: called on the output of `attn` and of `ffn`; None: no dropout.
-    ffn_by_token: `ffn` draws random numbers by position, or counts tokens. It is called as (x, seeds, positions, real),
-        as any module must be whose numbers are the same at every layout and however samples are padded.
+    ffn_by_token: `ffn` draws random numbers by position, or counts tokens: it is called as (x, seeds, positions, real).
     """
 
     def __init__(
@@ -259,10 +234,10 @@ def pre_norm(dim: int, attn: LayerPart, ffn: LayerPart, *, vectors: int, dropout
 
     vectors: weight vectors of a norm, 1 for RMSNorm and 2 for LayerNorm.  dropout: whether both are there.
     """
-    added = (*((dropout_cost(dim),) if dropout else ()), residual(dim))
+    added = (*((dropout_cost(dim),) if dropout else ()), cost.residual(dim))
     operations = (
-        norm("attn_norm", dim, vectors, vectors), *attn.operations, *added,
-        norm("ffn_norm", dim, vectors, vectors), *ffn.operations, *added,
+        cost.norm("attn_norm", dim, vectors, vectors), *attn.operations, *added,
+        cost.norm("ffn_norm", dim, vectors, vectors), *ffn.operations, *added,
     )  # fmt: skip
     tensor: dict[str, TensorStyle] = {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor}
     drawn = ("attn_dropout", "ffn_dropout") if dropout else ()

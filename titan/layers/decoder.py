@@ -10,17 +10,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from titan.contracts.base.cost import (
-    Attention,
-    Elementwise,
-    EmbeddingOp,
-    Matmul,
-    Operation,
-    SavedTensor,
-    linear,
-    norm,
-    parameter_count,
-)
+from titan.contracts.base import cost
 from titan.contracts.base.spec import ONES, ZEROS, Init, ModelSpec, TensorStyle, nearest, normal
 from titan.contracts.plugin.options import option
 from titan.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
@@ -64,8 +54,7 @@ class DecoderConfig:
 class Decoder(nn.Module):
     """The whole model, or what a stage holds of it: absent modules are None, absent layers are not in `layers`.
 
-    Integer x is tokens and goes through the embedding; floating x is hidden states of an earlier stage, also where
-    an embedding is present because the head is tied to it.
+    Integer x is tokens and goes through the embedding; floating x is hidden states of an earlier stage.
     """
 
     def __init__(
@@ -86,13 +75,12 @@ class Decoder(nn.Module):
 
         layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such. While a model
             that draws is trained, its seeds [B] are the fifth argument.
-        tells_padding: where samples are padded, the sixth argument of layers is a mask [B, S], true at tokens. For
-            layers that share numbers over tokens: attention is causal, so none of the others need to know.
+        tells_padding: where samples are padded, the sixth argument of layers is a mask [B, S], true at tokens, for
+            layers that share numbers over tokens.
         norm: of the hidden states after the last layer.
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
         rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
-        dropout: of the embeddings' sum; None: no dropout.
-        embed_norm: of the embeddings' sum; None: no norm.
+        dropout, embed_norm: of the embeddings' sum; None: none.
         embed_scale: factor of the embedding, rounded to the compute dtype.
         logit_cap: c: logits x become c tanh(x / c); 0: they stay.
         """
@@ -139,8 +127,7 @@ class Decoder(nn.Module):
 class CappedLinear(nn.Linear):
     """A projection to logits with a soft cap, cap * tanh(W x / cap) (Gemma 2, arXiv 2408.00118), without a bias.
 
-    The cap is part of the module, so a loss that projects some positions at a time, or on slices of the vocabulary, has
-    it too.
+    So a loss that projects some positions at a time, or on slices of the vocabulary, has the cap too.
     """
 
     def __init__(self, cap: float, inputs: int, outputs: int) -> None:
@@ -167,60 +154,49 @@ def decoder_spec(
     """The spec of a `Decoder` whose mean layer is `layer`; its core is named `attn.core`.
 
     Initial weights are normal with `config.init_std`, smaller by sqrt(2 n_layers) in linears of style "row": these add
-    to the hidden states, whose variance would else grow with depth (GPT-2). Norms and biases do not decay, nor do
-    embeddings.
+    to the hidden states, whose variance would else grow with depth (GPT-2).
 
-    Args:
-        config: the options of the model.
-        layer: one layer as data; where layers differ, with the operations of all, each with its `of_layers`. The cores
-            have equal heads.
-        ffn_dim: as in `ModelSpec`.
-        vectors: weight vectors of the last norm, and of that of the embeddings: 1 for RMSNorm, 2 for LayerNorm.
-        learned_positions, embed_norm, embed_scale, logit_cap: as in `Decoder`; whether it has each.
-        dropout: whether the embeddings' sum has dropout.
+    layer: one layer as data; where layers differ, with the operations of all, each with its `of_layers`. The cores
+        have equal heads.
+    vectors: weight vectors of the last norm, and of that of the embeddings: 1 for RMSNorm, 2 for LayerNorm.
+    learned_positions, dropout, embed_norm, embed_scale, logit_cap: whether the `Decoder` has each.
     """
-    c = config
-    before: dict[str, tuple[Operation, TensorStyle, bool]] = {
-        "embed": (EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim), "embedding", True),
-        "positions": (EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim), "positions", learned_positions),
-        "embed_norm": (norm("embed_norm", c.dim, vectors, vectors), "norm", embed_norm),
-    }
-    before = {name: entry for name, entry in before.items() if entry[-1]}
-    embeddings = tuple(op for op, *_ in before.values())
-    scaled = (Elementwise(region="hidden", forward=2 * c.dim, backward=2 * c.dim),) if embed_scale else ()
-    head = (norm("norm", c.dim, vectors, vectors), linear("output", c.dim, c.vocab_size, saved=c.dim))
-    tensor: dict[str, TensorStyle] = {name: style for name, (_, style, _) in before.items()}
+    c, words = config, config.vocab_size
+    before: dict[str, tuple[cost.Operation, TensorStyle]] = {}
+    before["embed"] = cost.EmbeddingOp(module="embed", rows=words, width=c.dim), "embedding"
+    if learned_positions:
+        before["positions"] = cost.EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim), "positions"
+    if embed_norm:
+        before["embed_norm"] = cost.norm("embed_norm", c.dim, vectors, vectors), "norm"
+    embeddings = tuple(op for op, _ in before.values())
+    scaled = (cost.Elementwise(region="hidden", forward=2 * c.dim, backward=2 * c.dim),) if embed_scale else ()
+    last_norm, projection = cost.norm("norm", c.dim, vectors, vectors), cost.linear("output", c.dim, words, saved=c.dim)
+    head: tuple[cost.Operation, ...] = (last_norm, projection)
+    tensor: dict[str, TensorStyle] = {name: style for name, (_, style) in before.items()}
     tensor |= {"norm": "norm", "output": "head"}
     tensor |= {f"layers.*.{module}": style for module, style in layer.tensor.items()}
     parameters = dict(_parameters([*embeddings, *(head[:1] if c.tied else head)]))
     parameters |= {f"layers.*.{name}": kind for name, kind in _parameters(layer.operations)}
-    draws = [*(["embed_dropout"] if dropout else []), *(f"layers.*.{module}" for module in layer.draws)]
-    core = next(op for op in layer.operations if isinstance(op, Attention))
+    draws = (*(("embed_dropout",) if dropout else ()), *(f"layers.*.{module}" for module in layer.draws))
+    core = next(op for op in layer.operations if isinstance(op, cost.Attention))
+    tanh = cost.SavedTensor(numel=words, region="logits")  # the cap is three passes
+    cap = cost.Elementwise(region="logits", forward=6 * words, backward=7 * words, saved=(tanh,))
     return ModelSpec(
         n_layers=c.n_layers, dim=c.dim, n_heads=core.heads, n_kv_heads=core.kv_heads, head_dim=core.head_dim,
         ffn_dim=ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
         embeddings=tuple(before), head=("norm", "output"),
         tied=(("output.weight", "embed.weight"),) if c.tied else (),
-        tensor=tensor, attention=("layers.*.attn.core",), draws=tuple(draws), init=_initial(c, parameters, tensor),
-        layer_params=sum(op.of_layers * parameter_count(op) for op in layer.operations),
-        embedding_params=_numel(embeddings),
-        head_params=_numel(head[:1] if c.tied else head),
+        tensor=tensor, attention=("layers.*.attn.core",), draws=draws, init=_initial(c, parameters, tensor),
+        layer_params=sum(op.of_layers * cost.parameter_count(op) for op in layer.operations),
+        embedding_params=sum(map(cost.parameter_count, embeddings)),
+        head_params=sum(map(cost.parameter_count, head[:1] if c.tied else head)),
         matmul_params_per_layer=sum(
-            op.of_layers * op.used * op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)
+            op.of_layers * op.used * op.inputs * op.outputs for op in layer.operations if isinstance(op, cost.Matmul)
         ),
-        head_matmul_params=_numel(head[1:]),
+        head_matmul_params=cost.parameter_count(projection),
         embedding_ops=(*embeddings, *scaled, *((dropout_cost(c.dim),) if dropout else ())),
-        layer_ops=layer.operations, head_ops=(*head, *((_cap(c.vocab_size),) if logit_cap else ())),
+        layer_ops=layer.operations, head_ops=(*head, *((cap,) if logit_cap else ())),
     )  # fmt: skip
-
-
-def _cap(words: int) -> Elementwise:
-    """The soft cap of `CappedLinear`: three passes, of which the tanh is saved."""
-    saved = (SavedTensor(numel=words, region="logits"),)
-    return Elementwise(region="logits", forward=6 * words, backward=7 * words, saved=saved)
-
-
-# --- RMSNorm and SwiGLU, which several families share --------------------------------------------------------------
 
 
 def gated_decoder(config: DecoderConfig, heads: Heads, ffn_dim: int, rotary: Rotary) -> Decoder:
@@ -241,16 +217,15 @@ def gated_spec(config: DecoderConfig, heads: Heads, ffn_dim: int) -> ModelSpec:
 _Kind = Literal["matrix", "stack", "table", "scale", "bias"]
 
 
-def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
-    """(name, kind) of the parameters of operations."""
+def _parameters(operations: Iterable[cost.Operation]) -> Iterator[tuple[str, _Kind]]:
     for op in operations:
         match op:
-            case Matmul(bias=bias):
+            case cost.Matmul(bias=bias):
                 yield f"{op.module}.weight", "stack" if op.stack > 1 else "matrix"
-            case EmbeddingOp():
+            case cost.EmbeddingOp():
                 yield f"{op.module}.weight", "table"
                 bias = False
-            case Elementwise(params=vectors) if vectors:
+            case cost.Elementwise(params=vectors) if vectors:
                 yield f"{op.module}.weight", "scale"
                 bias = vectors == 2
             case _:
@@ -263,13 +238,7 @@ def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[
     values = {"table": normal(c.init_std), "scale": ONES, "bias": ZEROS}
     rows = {f"{module}.weight" for module, style in tensor.items() if style in ("row", "summand")}
     added = c.init_std / math.sqrt(2 * c.n_layers)
-
-    def drawn(name: str, kind: _Kind) -> Init:
-        return normal(added if name in rows else c.init_std, per_element=kind == "stack")
-
-    return {name: values.get(kind) or drawn(name, kind) for name, kind in parameters.items()}
-
-
-def _numel(operations: Iterable[Operation]) -> int:
-    """Parameters of operations."""
-    return sum(map(parameter_count, operations))
+    return {
+        name: values.get(kind) or normal(added if name in rows else c.init_std, per_element=kind == "stack")
+        for name, kind in parameters.items()
+    }

@@ -21,20 +21,16 @@ ExpertOperation = Callable[[Tensor, Tensor], Tensor]
 """(rows [R, D], counts [E]) -> results [R, D]: rows are sorted by expert, counts[e] rows are expert e's."""
 
 
-# --- stacks of linears ----------------------------------------------------------------------------------------------
-
-
 @library.custom_op("titan::stacked_product", mutates_args=())
 def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each row times the matrix of its expert: rows [R, in], weight [E, in, out], counts [E] int64 -> [R, out].
 
-    One operation whatever the counts are, so it compiles, and is known without numbers on the meta device: there one
-    matrix stands for all, with the same FLOPs.
+    One operation whatever the counts are, so it compiles. On the meta device one matrix stands for all.
     """
     if rows.is_meta:
         return rows.mm(weight[0])
     if _has_kernel(rows, weight):
-        return torch._grouped_mm(rows, weight, offs=_ends(counts))
+        return torch._grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
     return torch.cat([product(piece, matrix) for piece, matrix in pieces])
 
@@ -46,7 +42,7 @@ def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
         one = left.t().mm(right)
         return one.new_empty(counts.shape[0], *one.shape)
     if _has_kernel(left, right):
-        return torch._grouped_mm(left.t(), right, offs=_ends(counts))
+        return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
     return torch.stack([product(a.t(), b) for a, b in pieces])
 
@@ -61,10 +57,6 @@ def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, counts = ctx.saved_tensors
     of_rows, of_weight = (is_wanted(ctx, place) for place in (0, 1))
@@ -77,20 +69,13 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
     )
 
 
-stacked_product.register_autograd(_gradients, setup_context=_keep)
+stacked_product.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether PyTorch has one kernel for all matrices of a stack: CUDA's, in bfloat16, of rows aligned to 16 bytes.
-
-    On a CPU it calls one matrix product after the other, as is done here.
-    """
+    """Whether PyTorch has one kernel for all matrices of a stack: CUDA's, in bfloat16, of rows aligned to 16 bytes."""
     aligned = all(size % 8 == 0 for tensor in tensors for size in tensor.shape[1:])
     return aligned and all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[0] > 0 for t in tensors)
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 class StackedLinear(nn.Module):
@@ -105,11 +90,7 @@ class StackedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [R, in], the first counts[0] of them the first linear's, and so on; counts [E] int64. -> [R, out]."""
-        product: Tensor = stacked_product(rows, self.weight.transpose(1, 2), counts)
-        return product
-
-
-# --- experts --------------------------------------------------------------------------------------------------------
+        return stacked_product(rows, self.weight.transpose(1, 2), counts)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -133,22 +114,18 @@ class Experts(nn.Module):
     def use(self, operation: ExpertOperation, by: str) -> None:
         """Compute the results by another operation, which calls `compute`; for techniques, before phase "recompute".
 
-        Raises:
-            PluginError: another technique has done so.
+        PluginError: another technique has done so.
         """
         if self._used_by:
-            raise PluginError(
-                f"techniques {self._used_by} and {by} both replace what experts compute; disable one of them"
-            )
+            both = f"techniques {self._used_by} and {by}"
+            raise PluginError(f"{both} both replace what experts compute; disable one of them")
         self.operation, self._used_by = operation, by
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts' outputs for each token.
+        """The weighted sum of the chosen experts' outputs for each token, [T, D] in the dtype of x.
 
         x: [T, D].  chosen: [T, k] int64, numbers of experts, different for a token.  weights: [T, k].
-
-        Returns [T, D] in x's dtype. The sum over k is taken in the order of `chosen`, so it does not depend on how rows
-        are sorted or where they are computed.
+        The sum over k is taken in the order of `chosen`, however rows are sorted and wherever they are computed.
         """
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -166,10 +143,7 @@ class Experts(nn.Module):
 
 
 def is_recomputed() -> bool:
-    """Whether the forward under way runs again, for a backward: what it counts has been counted.
-
-    A pipeline may run it once or twice more. Within a compiled block the answer is no.
-    """
+    """Whether the forward under way runs again, for a backward: what it counts has been counted. Compiled: never."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -181,9 +155,6 @@ def rows_per_expert(chosen: Tensor, stack: int, real: Tensor | None = None) -> T
     flat = chosen.flatten()
     ones = torch.ones_like(flat) if real is None else real[:, None].expand(chosen.shape).flatten().to(flat.dtype)
     return torch.zeros(stack, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
-
-
-# --- losses beside the objective ----------------------------------------------------------------------------------
 
 
 class _WithLoss(torch.autograd.Function):
@@ -202,9 +173,8 @@ class _WithLoss(torch.autograd.Function):
 class SideLoss(nn.Module):
     """Adds a loss of a module's own to the objective, in whichever pipeline stage the module is.
 
-    share: what the sum over a rank's sequences is multiplied by. The host sets it to one over the sequences of a step,
-        so the objective has the mean over them. A technique whose ranks all compute the loss alike, and add up
-        gradients, divides it by their number.
+    share: what the sum over a rank's sequences is multiplied by. The host sets it to one over the sequences of a step.
+        A technique whose ranks all compute the loss alike, and add up gradients, divides it by their number.
     changed: what techniques do to the objective, such as to scale it (`Technique.objective`). The host sets it.
     """
 

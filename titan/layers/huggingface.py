@@ -34,12 +34,9 @@ def decoder_tensors(n_layers: int, layer: Mapping[str, str], *, tied: bool) -> S
         for i in range(n_layers)
         for theirs, ours in layer.items()
     ]
-    embed, norm = (
-        HfTensor("model.embed_tokens.weight", ("embed.weight",)),
-        HfTensor("model.norm.weight", ("norm.weight",)),
-    )
+    embed = HfTensor("model.embed_tokens.weight", ("embed.weight",))
     head = HfTensor("lm_head.weight", ("embed.weight",) if tied else ("output.weight",), copy=tied)
-    return [embed, *layers, norm, head]
+    return [embed, *layers, HfTensor("model.norm.weight", ("norm.weight",)), head]
 
 
 def biased_tensors(
@@ -47,12 +44,9 @@ def biased_tensors(
 ) -> list[HfTensor]:
     """Weights and biases of a decoder's layers, named `LAYERS.0.MODULE.weight` and `.bias`.
 
-    Args:
-        layers: what precedes the number of a layer there, such as "transformer.h".
-        n_layers: number of layers.
-        layer: module of a layer there -> modules here; several are joined.
-        transposed: weights of linears are [in, out] there.
-        groups: of joined tensors, as in `HfTensor`.
+    layers: what precedes the number of a layer there, such as "transformer.h".
+    layer: module of a layer there -> modules here; several are joined.
+    transposed: weights of linears are [in, out] there.  groups: of joined tensors, as in `HfTensor`.
     """
     return [
         HfTensor(
@@ -107,10 +101,8 @@ def fixed_issues(
 ) -> list[ConfigIssue]:
     """Issues of keys that are there with another value than the only one that the model has; and of quantization.
 
-    Args:
-        config: a config.json.
-        fixed: key -> value. A null stands for a value that is false or 0; a value that is another name is the same.
-        layers: what `layer_types` may call a layer.
+    fixed: key -> value. A null stands for a value that is false or 0; a value that is another name is the same.
+    layers: what `layer_types` may call a layer.
     """
     issues = [
         issue(f"{key} = {config[key]!r}: this model has {value!r} only")
@@ -138,12 +130,9 @@ def read_rope(
     """(theta, scaling, issues) of the rotary keys, as transformers 4 and 5 write them.
 
     scaling: the table `rope_scaling` or `rope_parameters` where its type is not "default", else empty.
-
-    Args:
-        config: a config.json.
-        kinds: each `rope_type` that the model supports -> the keys that its table must have.
-        partial: the model may rotate a share of each head, and reads `partial_rotary_factor` itself.
-        theta: what transformers takes where the config says none.
+    kinds: each `rope_type` that the model supports -> the keys that its table must have.
+    partial: the model may rotate a share of each head, and reads `partial_rotary_factor` itself.
+    theta: what transformers takes where the config says none.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}

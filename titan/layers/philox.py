@@ -64,9 +64,10 @@ _drawn.register_fake(_random_words)
 class RandomModule(nn.Module):
     """A module whose forward draws random numbers by position. `ModelSpec.draws` names all modules that do.
 
-    A forward is called as `forward(x, seeds, positions)`: x [B, S, W], seeds [B] int64 from `row_seeds`, and the
-    positions [B, S] of x in their sequences. Seeds are None in evaluation. Two modules draw different numbers, and one
-    module draws the same ones whenever it is called with the same seeds and positions, so use each in one place.
+    A forward is called as `forward(x, seeds, positions)`: x [B, S, W], seeds [B] int64 from `row_seeds`, None in
+    evaluation, and the positions [B, S] of x in their sequences. A module draws the same numbers whenever it is called
+    with the same seeds and positions, so use each in one place. Drawing raises PluginError without seeds, and where x
+    has another shape.
 
     width: W, numbers per position.
     stream: int64, from the run's seed and the module's canonical name: the key of its numbers. The host sets it.
@@ -81,20 +82,12 @@ class RandomModule(nn.Module):
         self.register_buffer("stream", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def uniform(self, x: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
-        """A random number for each of x, float32 [B, S, W]: multiples of 2^-24 from 0 to below 1, equally likely.
-
-        Raises:
-            PluginError: there are no seeds, or x has another shape than [B, S, W].
-        """
+        """A random number for each of x, float32 [B, S, W]: multiples of 2^-24 from 0 to below 1, equally likely."""
         words = self._words(x, seeds, positions, per_call=4)
         return ((words >> 8) & 0xFFFFFF)[..., : self.width] * 2.0**-24
 
     def random_bits16(self, x: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
-        """16 random bits for each of x, int16 [B, S, W]: all values equally likely, at half the cost of `uniform`.
-
-        Raises:
-            PluginError: there are no seeds, or x has another shape than [B, S, W].
-        """
+        """16 random bits for each of x, int16 [B, S, W]: all values equally likely, at half the cost of `uniform`."""
         return self._words(x, seeds, positions, per_call=8).view(torch.int16)[..., : self.width]
 
     def _words(self, x: Tensor, seeds: Tensor | None, positions: Tensor, per_call: int) -> Tensor:
@@ -119,12 +112,10 @@ class Dropout(RandomModule):
 
         y = x / (1 - p) where 16 random bits are at least p, as a fraction of 2^16; else 0
 
-    The probability is rounded to a multiple of 2^-16, and the scale is that of the rounded one. A byte per number is
-    saved for backward. In evaluation y = x.
+    p, at least 0 and below 1, is rounded to a multiple of 2^-16. Backward needs a byte per number. In evaluation y = x.
     """
 
     def __init__(self, width: int, p: float) -> None:
-        """Args: width: features of x.  p: probability that one is set to zero, at least 0 and below 1."""
         super().__init__(width)
         self._zeroed = min(round(p * 2**16), 2**16 - 1)
 
@@ -139,13 +130,10 @@ class Dropout(RandomModule):
 class Jitter(RandomModule):
     """Multiplies features by random factors near 1 while training, as of what a router sees (arXiv 2101.03961).
 
-        y = x (1 + jitter (2 u - 1)), u uniform from 0 to below 1
-
-    In evaluation y = x.
+    y = x (1 + jitter (2 u - 1)), u uniform from 0 to below 1; in evaluation y = x
     """
 
     def __init__(self, width: int, jitter: float) -> None:
-        """Args: width: features of x.  jitter: the most that a factor differs from 1."""
         super().__init__(width)
         self._jitter = jitter
 

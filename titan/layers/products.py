@@ -70,8 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in float32 where `in_float32` says so; x [..., D], W [F, D], b [F]."""
     if in_float32(x) and in_float32(weight):
         # A view: of a leaf, autograd does not tell whether its gradient is wanted.
-        y: Tensor = _Linear.apply(x, weight.view_as(weight), bias)  # type: ignore[no-untyped-call]
-        return y
+        return _Linear.apply(x, weight.view_as(weight), bias)  # type: ignore[no-any-return,no-untyped-call]
     return F.linear(x, weight, bias)
 
 
@@ -100,14 +99,12 @@ def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     if not (in_float32(q) and q.requires_grad and q.ndim == 4):
         return False
     dense = all(t.stride(-1) == 1 and t.shape[-1] == q.shape[-1] for t in (q, k, v))
-    plain = mask is None or (mask.dtype == q.dtype and mask.stride(-1) == 1 and not mask.requires_grad)
-    return dense and plain
+    return dense and (mask is None or (mask.dtype == q.dtype and mask.stride(-1) == 1 and not mask.requires_grad))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """As `attend`, where `takes` says so: q [B, H, S, N]; k, v [B, K, S, N]; mask [B or 1, H or 1, S, S] or None."""
-    out: Tensor = _Attention.apply(q, k, v, mask, scale)  # type: ignore[no-untyped-call]
-    return out
+    return _Attention.apply(q, k, v, mask, scale)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def attention_backward(

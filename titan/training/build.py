@@ -3,8 +3,8 @@
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Run(Core):
     remaining: dist.ProcessGroup | None = None
     meetings: int = 0
     dropped: int = 0
-    saved: int = field(default=0)
+    saved: int = 0
     whole: bool = True
     validation_loss: float | None = None
 
@@ -89,11 +89,7 @@ class Run(Core):
         return {technique.name: technique.state_dict() for technique in self.context.techniques}
 
     def rest(self) -> dict[str, object]:
-        """What a checkpoint holds beside weights and optimizer state.
-
-        Raises:
-            DivergedError: the run has gone wrong; there is nothing to be saved.
-        """
+        """What a checkpoint holds beside weights and optimizer state; DivergedError where nothing is to be saved."""
         return {
             "config": self.job.table,
             "step": self.step,
@@ -109,9 +105,9 @@ class Run(Core):
 def build(job: Job, rank: Rank, predict: Callable[[str], PredictedStep | None] | None = None) -> Run:
     """Wire the run of a job on this rank; goes on from a checkpoint where the job says so.
 
-    predict: for techniques that ask for it (`BuildContext.predict`).
-
     The run's folder is held from before anything is written there until `trainer.close`.
+
+    predict: for techniques that ask for it (`BuildContext.predict`).
 
     Raises:
         TitanError: data, checkpoint or plugin that cannot be used, or a folder that another run holds; on all ranks
@@ -139,7 +135,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     context = core.context
     context.predict = predict or context.predict
     checkpointer, rest = _restore(core, samples.fingerprint, copies, lock)
-    step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
+    step = int(rest.get("step", 0))
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     before = Counts(*(int(rest.get(name, 0)) for name in Counts._fields))
@@ -148,12 +144,17 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
-        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
-        index=job.layout.index_of(rank.number, "dealt"), ranks=job.batch_ranks, workers=job.data.workers,
-        device=rank.device, limits=((limit_s, "comm.init_timeout_s"), (job.comm.timeout_s, "comm.timeout_s")),
+        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch,
+        first=int(rest.get("data", {}).get("samples", 0)), index=job.layout.index_of(rank.number, "dealt"),
+        ranks=job.batch_ranks, workers=job.data.workers, device=rank.device,
+        limits=((limit_s, "comm.init_timeout_s"), (job.comm.timeout_s, "comm.timeout_s")),
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: _begin(job, rank, trackers, _info(core, step)), rank, limit_s)
+    info = RunInfo(
+        folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
+        params=context.spec.params, every=job.metrics.every, measures=core.measures.names,
+    )  # fmt: skip
+    together(lambda: _begin(job, rank, trackers, info), rank, limit_s)
     mates = _mates(job, rank)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
@@ -174,8 +175,7 @@ def _mates(job: Job, rank: Rank) -> dist.ProcessGroup | None:
     at = [job.layout.coordinate(number)[axis] for number in range(rank.world_size)]
     mates = [number for number, worker in enumerate(at) if worker == at[rank.number]]
     timeout = timedelta(seconds=job.comm.init_timeout_s)
-    group: dist.ProcessGroup = dist.new_group(mates, timeout, backend="gloo", use_local_synchronization=True)
-    return group
+    return dist.new_group(mates, timeout, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 def wire(
@@ -196,9 +196,8 @@ def wire(
             module.share /= job.train.global_batch_size // job.layout.workers
             module.changed = loss.changed
     return Core(
-        job=job, rank=rank, context=context, parts=parts,
-        engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
-        loss=loss, guard=_guard(job, Counts(), context.mesh),
+        job=job, rank=rank, context=context, parts=parts, optimizer=optimizer, loss=loss,
+        engine=engine or SequentialEngine(parts[0], context.techniques), guard=_guard(job, Counts(), context.mesh),
         measures=Measures(job, parts, context.mesh),
     )  # fmt: skip
 
@@ -206,7 +205,6 @@ def wire(
 def _wrapped(
     technique: Technique, inner: torch.optim.Optimizer, named: Sequence[NamedParameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer as a technique changes it; it must not hide itself, nor that it has other weights to use."""
     optimizer = answer(technique, "optimizer", torch.optim.Optimizer, inner, named)
     if optimizer is not inner and "wraps_optimizer" not in technique.facts():
         raise PluginError(
@@ -227,13 +225,20 @@ def _guard(job: Job, before: Counts, mesh: Mesh, *, fresh: bool = True) -> Nonfi
 
 
 def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:
-    """Take the run's folder on rank 0, whose turn is first, and write there only then: to each rank's log."""
+    """Take the run's folder on rank 0, whose turn is first, and write there only then: to each rank's log.
+
+    A run replaces its config.toml, beside which it has logs and checkpoints; without them it is a file of the user's.
+    """
+    config, logs, checkpoints = (job.folder / name for name in ("config.toml", "logs", "checkpoints"))
     with _writing(job.folder):
         if rank.number == 0:
-            _refuse_files_of_a_user(job.folder)
+            if config.exists() and not (logs.exists() or checkpoints.exists()):
+                what = "holds a config.toml and is not the folder of a run; set another --run.name than"
+                raise ConfigError(f"{job.folder} {what} {job.folder.name}")
             lock.take()
-            _refuse_what_is_no_folder(job.folder / "checkpoints")
-        log.set_up(rank.number, job.folder / "logs")
+            if os.path.lexists(checkpoints) and not checkpoints.is_dir():  # not found out at the first save
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(checkpoints))
+        log.set_up(rank.number, logs)
 
 
 def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
@@ -250,27 +255,12 @@ def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
             fresh.replace(path)
 
 
-def _refuse_files_of_a_user(folder: Path) -> None:
-    """A run replaces its config.toml, beside which it has logs and checkpoints; without them it is not a run's."""
-    if (folder / "config.toml").exists() and not any((folder / name).exists() for name in ("logs", "checkpoints")):
-        what = f"holds a config.toml and is not the folder of a run; set another --run.name than {folder.name}"
-        raise ConfigError(f"{folder} {what}")
-
-
-def _refuse_what_is_no_folder(path: Path) -> None:
-    """Find out now, and not at the first save."""
-    if os.path.lexists(path) and not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-
-
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say of a run's folder what keeps it from being written."""
     try:
         yield
     except OSError as error:
-        said = f"[run] dir cannot be written: {told(error, folder)}"
-        raise by_errno(error, ConfigError(said)) from None
+        raise by_errno(error, ConfigError(f"[run] dir cannot be written: {told(error, folder)}")) from None
 
 
 def context_of(job: Job, rank: Rank) -> BuildContext:
@@ -291,33 +281,24 @@ def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[
 
 
 def _check_tokenizer(job: Job) -> None:
-    """Hold the tokenizer against that of the weights which the run will most likely begin with; on rank 0.
-
-    A checkpoint that turns out to be damaged says nothing here: an older one is looked at when it is resumed.
-
-    Raises:
-        ConfigError: it is another one.
-        CheckpointError: there are no weights to start from.
-    """
+    """Hold the tokenizer against that of the weights which the run will most likely begin with; on rank 0."""
     section = job.checkpoint
-    found = complete(job.folder / "checkpoints") if section.enabled and section.goes_on else []
-    path = found[-1] if found else None
-    if path is None and section.init_from:
+    if section.enabled and section.goes_on and (checkpoints := complete(job.folder / "checkpoints")):
+        with suppress(CheckpointError):  # of a damaged one: an older one is looked at when it is resumed
+            check_tokenizer(checkpoints[-1], job.tokenizer, change=section.change_tokenizer)
+    elif section.init_from:
         path = find_weights(section.init_from, "checkpoint.init_from")
-    with suppress(CheckpointError) if found else nullcontext():
-        if path is not None:
-            check_tokenizer(path, job.tokenizer, change=section.change_tokenizer)
+        check_tokenizer(path, job.tokenizer, change=section.change_tokenizer)
 
 
 def _restore(
     core: Core, fingerprint: str, copies: Mapping[str, bytes], lock: FolderLock
 ) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
-    job, rank, parts = core.job, core.rank, core.parts
-    if not job.checkpoint.enabled:
+    job, rank, parts, section = core.job, core.rank, core.parts, core.job.checkpoint
+    if not section.enabled:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}; checkpoints are off")
         return None, {}
-    section = job.checkpoint
     checkpointer = Checkpointer(
         job.folder / "checkpoints", keep=section.keep_latest, asynchronous=section.asynchronous, rank=rank.number,
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
@@ -360,11 +341,3 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     path = ranks.first(lambda: find_weights(given, "checkpoint.init_from"))
     load_weights(path, job.model, parts, ranks)
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
-
-
-def _info(core: Core, step: int) -> RunInfo:
-    job = core.job
-    return RunInfo(
-        folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
-        params=core.context.spec.params, every=job.metrics.every, measures=core.measures.names,
-    )  # fmt: skip

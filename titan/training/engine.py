@@ -42,7 +42,7 @@ class Strict:
 
     Random numbers of PyTorch's default generators depend on the layout, and recomputation draws others than the forward
     did; a `RandomModule` draws by position instead. A persistent buffer that a forward writes is each rank's own, while
-    a checkpoint keeps one. Both are checked in every step, on the host alone, which takes microseconds.
+    a checkpoint keeps one. Checking every step takes microseconds of the host.
     """
 
     def __init__(self, engine: Engine, parts: Sequence[ModelPart], device: torch.device) -> None:
@@ -56,17 +56,13 @@ class Strict:
         ]
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
-        """The engine's own.
-
-        Raises:
-            PluginError: it drew a random number, or wrote to a persistent buffer; names the generator or the buffer.
-        """
+        """The engine's own; raises PluginError with the generator that it drew from, or the buffer that it wrote to."""
         generators, buffers = self._generators(), self._written()
         self.inner.forward_backward(batches)
-        drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
+        drawn = " and ".join(g for g, state in self._generators().items() if not torch.equal(state, generators[g]))
         if drawn:
             raise PluginError(
-                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}; these "
+                f"forward or backward drew random numbers from the default generator of {drawn}; these "
                 "differ between layouts and under recomputation. Draw by position with a titan.contracts.RandomModule, "
                 "and nothing in techniques' before_microbatch()"
             )
@@ -95,14 +91,12 @@ class Strict:
 
 @contextmanager
 def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
-    """Forwards without gradients, after which nothing is as if they had been: gathered parameters are let go of.
-
-    No compiled graph is used: each would be compiled anew for forwards without gradients.
-    """
+    """Forwards without gradients, after which nothing is as if they had been: gathered parameters are let go of."""
     before = [part.module.training for part in parts]
     for part in parts:
         part.module.eval()
     try:
+        # No compiled graph: each would be compiled anew for forwards without gradients.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -114,23 +108,23 @@ def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
 @contextmanager
 def weights_to_use(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The parameters are those to evaluate and to save, where an optimizer trains others (see `Optimizer.build`)."""
-    switches: Any = optimizer if hasattr(optimizer, "eval") else None
-    if switches is not None:
-        switches.eval()
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    optimizer.eval()
     try:
         yield
     finally:
-        if switches is not None:
-            switches.train()
+        optimizer.train()  # type: ignore[attr-defined]
 
 
 class StepLoss:
     """The loss of a step: sums over tokens divided once by the global number of valid tokens, never a mean of means.
 
     It is the end of the last stage: the forward of the projection to logits returns the objective, where the stage is
-    called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it. `reported`
-    adds up the cross-entropy that this rank has seen.
+    called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it.
 
+    reported: the cross-entropy that this rank has seen in the step.
     changed: what the techniques do to the objective before it is differentiated; `reported` is left as it is.
     """
 

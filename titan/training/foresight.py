@@ -13,8 +13,6 @@ from titan.machine import OFFLOADED, check_host_memory, device_name, host_memory
 from titan.ranks.process import Rank, smallest_memory_gib
 from titan.ranks.turns import from_first, together
 
-STATE = "weights and the optimizer's state"
-
 MOST_BYTES_PER_PARAM = 64
 """More than any state needs of a rank that holds all parameters. A job that fits with so many needs no closer look."""
 
@@ -48,24 +46,23 @@ def choose(job: Job, device_gib: float | None, cluster: str = "") -> tuple[Value
 
 
 def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> None:
-    """Before a model is built that takes minutes to fill the memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
     most_gib = MOST_BYTES_PER_PARAM * job.spec.params / 2**30
     available = [(device_gib, 1), *((gib, ranks) for gib, _ in host_memory_gib())]
     if all(gib is None or most_gib * sharing <= gib for gib, sharing in available):
         return
-    planner = find_planner()
-    if planner is None:
+    if not (planner := find_planner()):
         return
     least = planner.persistent_gib(job)
     on_device, on_host = (max(each) for each in zip(*least, strict=True))
     if rank.device.type == "cpu":
         mean = sum(map(sum, least)) / len(least)  # a node has ranks of all of the pipeline, or fewer ranks
-        check_host_memory(mean, ranks, f"{STATE} take")
+        check_host_memory(mean, ranks, "weights and the optimizer's state take")
         return
     if device_gib is not None and on_device > device_gib:
-        what = f"{STATE} take {on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"
-        raise ConfigError(f"{what}; shard over more ranks, or use a smaller model")
+        taken = f"{on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"
+        advice = "shard over more ranks, or use a smaller model"
+        raise ConfigError(f"weights and the optimizer's state take {taken}; {advice}")
     check_host_memory(on_host, ranks, OFFLOADED)
 
 
@@ -73,9 +70,8 @@ def predictor(job: Job, rank: Rank) -> Callable[[str], PredictedStep | None]:
     """`BuildContext.predict` of this job: the step that `titan plan --cluster` predicts."""
 
     def predict(cluster: str) -> PredictedStep | None:
-        planner = find_planner()
-        if planner is None:
-            return None
-        return planner.predict(job, device_name(rank.device), total_gib(rank.device) or 0.0, cluster)
+        if planner := find_planner():
+            return planner.predict(job, device_name(rank.device), total_gib(rank.device) or 0.0, cluster)
+        return None
 
     return predict

@@ -22,8 +22,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 def global_norm(parts: Iterable[ModelPart], mesh: Mesh) -> Tensor:
     """The 2-norm of the gradients of the whole model, a float32 scalar, equal on all ranks.
 
-    One list of kernels for all gradients of a device and dtype, and one all-reduce for each group along which a
-    parameter is split, whether or not this rank has a gradient of it.
+    One all-reduce for each group along which a parameter is split, whether or not this rank has a gradient of it.
     """
     alike: dict[tuple[torch.device, torch.dtype], dict[Groups, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     squares: dict[Groups, list[Tensor]] = defaultdict(list)
@@ -50,7 +49,6 @@ def global_norm(parts: Iterable[ModelPart], mesh: Mesh) -> Tensor:
 
 
 def _reduced(sums: dict[Groups, Tensor], zero: Tensor) -> Tensor:
-    """The total of sums that ranks of these groups have parts of: an all-reduce per group, of all that it splits."""
     for group in dict.fromkeys(group for groups in sums for group in groups):
         split = [groups for groups in sums if group in groups]
         table = torch.stack([sums.pop(groups) for groups in split])
@@ -74,7 +72,6 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
 
 
 def _groups(gradient: Tensor) -> Groups:
-    """The groups over which a gradient is split; a gradient that is still a partial sum has no norm yet."""
     if not isinstance(gradient, DTensor):
         return ()
     assert not any(placement.is_partial() for placement in gradient.placements), "gradient is a partial sum"

@@ -41,36 +41,25 @@ def _fill(tensor: Tensor, how: Init, seed: int, name: str, device: torch.device 
     if not how.per_element:
         local.copy_(_own(draw(how, tensor.shape, seed, name, device, dtype), tensor))
         return
-    for row, number in enumerate(_elements(tensor)):
+    # Which elements along dimension 0 this rank holds something of.
+    numbers = _own(torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape), tensor)
+    for row, number in enumerate(numbers.flatten(1)[:, 0].tolist() if numbers.numel() else ()):
         element = _element(how, tensor.shape, seed, name, number, device, dtype)
         local[row].copy_(_own(element.expand(tensor.shape), tensor)[row])
 
 
 def _own(whole: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of a whole tensor."""
-    if not isinstance(like, DTensor):
-        return whole
-    return slice_of(whole, like)
-
-
-def _elements(tensor: Tensor) -> list[int]:
-    """Numbers along dimension 0 of what this rank holds; empty where it holds nothing."""
-    numbers = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
-    own = _own(numbers, tensor)
-    return own.flatten(1)[:, 0].tolist() if own.numel() else []
+    return slice_of(whole, like) if isinstance(like, DTensor) else whole
 
 
 def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The whole initial tensor of the parameter or buffer called `name`.
-
-    Raises:
-        PluginError: it is computed, and of another shape.
-    """
+    """The whole initial tensor of the parameter or buffer `name`; PluginError if it is computed in another shape."""
     if how.compute is not None:
         value = how.compute(device)
         if value.shape != shape:
-            told = f"{name} with shape {list(value.shape)}, the model has shape {list(shape)}"
-            raise PluginError(f"the model's spec computes {told}")
+            shapes = f"with shape {list(value.shape)}, the model has shape {list(shape)}"
+            raise PluginError(f"the model's spec computes {name} {shapes}")
         return value.to(dtype)
     if how.per_element:
         return torch.stack([_element(how, shape, seed, name, number, device, dtype) for number in range(shape[0])])

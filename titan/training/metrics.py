@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,7 @@ PEAK_TFLOPS = {
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 
 RANKS = 1 << 20
-"""More than a run has: what is left of 63 bits beside a rank's number counts KiB."""
+"""More than a run has; the rest of 63 bits counts KiB."""
 
 
 def peak_tflops(device: torch.device, stated: float) -> float | None:
@@ -58,10 +58,7 @@ Beside = Literal["save", "validation", "gc"]
 
 
 class Meter:
-    """Turns steps into rows.
-
-    The speed of a row is over all of the wall clock since the row before, saves, validations and garbage collection
-    included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
+    """Turns steps into rows, whose speed is over all of the wall clock since the row before.
 
     devices: of the run; fewer once it has lost workers.
     mates: where workers keep their own pace, the ranks of this one; else None.
@@ -92,11 +89,8 @@ class Meter:
 
     @contextmanager
     def beside(self, what: Beside) -> Iterator[None]:
-        """Book what the body takes as spent on that, in the row that comes next.
-
-        Steps whose work is still queued on the device are waited for first, or a save or a validation, which need their
-        results, would be charged for them. Collecting garbage needs no results and waits for nothing.
-        """
+        """Book what the body takes as spent on that, in the row that comes next."""
+        # Or a save or a validation would be charged for steps still queued, whose results it needs.
         if what != "gc" and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         began = time.perf_counter()
@@ -110,13 +104,11 @@ class Meter:
 
         tokens: positions consumed since the very start, padding and what has no label included.
         valid_tokens: of these, those that were learnt from: with a label, in steps whose update was made.
-        tokens_per_s and what follows from it, step_time_s: over all of the seconds since the row before.  data_time_s:
-        waited for data, per step.  save_time_s, validation_time_s, gc_time_s: spent on these, in all since then.
-        peak_memory_gib, peak_memory_rank: of the rank that has held most (`fullest`).
+        data_time_s: waited for data, per step.  save_time_s, validation_time_s, gc_time_s: in all since the row before.
         """
         now = time.perf_counter()
         seconds = now - self._since
-        per_s = self._tokens / seconds
+        steps, per_s = max(self._steps, 1), self._tokens / seconds
         tflops = per_s * self._flops_per_token / self.devices / 1e12
         memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self.devices, self._mates)
         row: Row = {
@@ -130,8 +122,8 @@ class Meter:
             "tokens_per_s_per_device": per_s / self.devices,
             "model_tflops_per_device": tflops,
             "mfu": tflops / self._peak if self._peak else None,
-            "step_time_s": seconds / max(self._steps, 1),
-            "data_time_s": self._data_s / max(self._steps, 1),
+            "step_time_s": seconds / steps,
+            "data_time_s": self._data_s / steps,
             **{f"{what}_time_s": spent for what, spent in self._beside.items()},
             "peak_memory_gib": memory_gib,
             "peak_memory_rank": fullest_rank,
@@ -154,8 +146,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = None) -> tuple[float, int]:
     """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks (`mates`).
 
-    held_gib: what this rank holds. One all-reduce of 8 bytes from host memory, which all ranks take part in: no device
-    is waited for, and no rank longer than a step makes it wait anyway. Exact to a KiB, up to 8 PiB and `RANKS` ranks.
+    held_gib: what this rank holds. One all-reduce of 8 bytes from host memory, exact to a KiB, up to 8 PiB.
     """
     if world_size == 1:
         return held_gib, 0
@@ -166,14 +157,11 @@ def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = 
     return held_kib / 2**20, RANKS - 1 - place
 
 
-KEYS = frozenset(
-    (
-        "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "tokens_per_s_per_device",
-        "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
-        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss",
-        "validation_perplexity", "time",
-    )
-)  # fmt: skip
+KEYS: Set[str] = {
+    "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "tokens_per_s_per_device",
+    "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
+    "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss", "validation_perplexity", "time",
+}  # fmt: skip
 """Keys of rows that are the host's: what plugins measure has other names."""
 
 Measuring = Model | Loss | Technique
@@ -183,19 +171,22 @@ class Measures:
     """What plugins measure: asked on all ranks when a row is due, joined in at most two all-reduces per axis.
 
     Which all-reduces there are follows from the classes of the plugins alone, never from who has a value.
-
-    Raises:
-        PluginError: two plugins measure under one name, or a row has the name already.
     """
 
     def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._owners: dict[str, Measuring] = {}
         others: list[Measuring] = [job.loss, *job.techniques]
-        self._owners = _owners([job.model, *others])
+        for plugin in (job.model, *others):
+            for name in plugin.measures:
+                if name in KEYS or name in self._owners:
+                    by = f"{label(type(self._owners[name]))} has" if name in self._owners else "rows of metrics have"
+                    raise PluginError(f"{label(type(plugin))}: measures: {by} the name {name!r} already; rename it")
+                self._owners[name] = plugin
         self._asked: list[tuple[Measuring, tuple[nn.Module, ...]]] = [(job.model, (part.module,)) for part in parts]
         self._asked += [(plugin, ()) for plugin in others]
         self._measures = {name: owner.measures[name] for name, owner in self._owners.items()}
         self._places = {name: place for place, name in enumerate(self._measures)}
-        self._mesh = mesh
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,8 +198,7 @@ class Measures:
 
         apart: workers keep their own pace; the values are those of this rank's worker.
 
-        Raises:
-            PluginError: a plugin does not return what it declares.
+        Raises PluginError where a plugin does not return what it declares.
         """
         settings: dict[str, Any] = {"dtype": torch.float64, "device": self._mesh.device}
         # Rows: sums; what they are of, 0 where there are no values; ranks whose value is not counted.
@@ -223,12 +213,12 @@ class Measures:
                     largest[place] = torch.maximum(largest[place], value)
                     sums[0, place] += torch.where(value.isnan(), value, 0.0)  # a reduction to the maximum may lose it
                     sums[1, place] += 1
-                elif self._uncounted(name):
+                elif any(self._mesh.at(axis) for axis in self._equal_along(name)):
                     sums[2, place] += 1
                 else:
                     sums[0, place] += value
                     sums[1, place] += 1
-        axes = get_args(DataFact) if apart else _ALL_AXES
+        axes = get_args(DataFact) if apart else (*get_args(DataFact), "own")  # every axis states one of these
         if self._measures:
             self._mesh.sum(sums, *axes)
         if any(measure.join == "max" for measure in self._measures.values()):
@@ -236,11 +226,7 @@ class Measures:
         return torch.cat([sums.flatten(), largest])
 
     def row(self, numbers: Sequence[float]) -> Row:
-        """Name -> number, of the numbers in `joined`; without names that no rank has a value of.
-
-        Raises:
-            PluginError: only ranks that do not count have a value.
-        """
+        """Name -> number, of the numbers in `joined`; without names that no rank has a value of."""
         count, row = len(self._measures), {}
         for name, place in self._places.items():
             total, weight, elsewhere, largest = numbers[place::count]
@@ -254,9 +240,6 @@ class Measures:
                 )
         return row
 
-    def _uncounted(self, name: str) -> bool:
-        return any(self._mesh.at(axis) for axis in self._equal_along(name))
-
     def _equal_along(self, name: str) -> dict[str, str]:
         """Axes along which the values of a sum are taken as equal -> a fact with which they would be summed."""
         layout = self._mesh.layout
@@ -269,10 +252,8 @@ class Measures:
         found, who = answer(plugin, "measure", Mapping, *arguments), label(type(plugin))  # type: ignore[type-abstract]
         for name in found:
             if name not in plugin.measures:
-                hint = did_you_mean(name, plugin.measures)
-                raise PluginError(
-                    f"{who}: measure() returned {name!r}, which its class does not declare in measures{hint}"
-                )
+                what = f"which its class does not declare in measures{did_you_mean(name, plugin.measures)}"
+                raise PluginError(f"{who}: measure() returned {name!r}, {what}")
         for name, measure in plugin.measures.items():
             if name not in found:
                 raise PluginError(f"{who}: measure() left out {name!r}; return None where this rank has no value")
@@ -281,26 +262,11 @@ class Measures:
                 yield name, value.detach().double()
 
 
-_ALL_AXES = (*get_args(DataFact), "own")
-"""Every axis states one of them."""
-
-
 def of_workers(axis: str, found: Sequence[Sequence[float]]) -> Row:
     """`loss_worker_0` and so on: [loss, gradient norm] of each rank along an axis; empty where that has no name."""
     return {f"{what}_{axis}_{worker}": value
             for worker, pair in enumerate(found if axis else ())
             for what, value in zip(("loss", "grad_norm"), pair, strict=True)}  # fmt: skip
-
-
-def _owners(plugins: Iterable[Measuring]) -> dict[str, Measuring]:
-    owners: dict[str, Measuring] = {}
-    for plugin in plugins:
-        for name in plugin.measures:
-            if name in KEYS or name in owners:
-                by = f"{label(type(owners[name]))} has" if name in owners else "rows of metrics have"
-                raise PluginError(f"{label(type(plugin))}: measures: {by} the name {name!r} already; rename it")
-            owners[name] = plugin
-    return owners
 
 
 def _check_value(what: str, value: Any, measure: Measure, device: torch.device) -> None:
@@ -317,8 +283,7 @@ def _check_value(what: str, value: Any, measure: Measure, device: torch.device) 
 class Trackers:
     """All trackers of a run as one; empty on ranks that do not talk.
 
-    A tracker that fails while the run is under way is told once, and asked again with the next row: no curve is worth
-    a run. One that fails at the start refuses it.
+    One that fails at the start refuses the run. Later it is told once, and asked again: no curve is worth a run.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -326,19 +291,14 @@ class Trackers:
         self._failed: set[str] = set()
 
     def start(self, info: RunInfo) -> None:
-        """The run begins.
-
-        Raises:
-            ConfigError: a tracker cannot write where it should; ResourceError where the machine fails.
-            Exception: whatever else a tracker cannot begin with.
-        """
+        """The run begins; raises ConfigError where a tracker cannot write, ResourceError where the machine fails."""
         for tracker in self._trackers:
             try:
                 tracker.start(info)
             except OSError as error:
-                why = told(error) if isinstance(error, OSError) and error.filename else error
-                said = f"[metrics.{tracker.name}] cannot start: {why}; enabled = false in that table disables it"
-                raise by_errno(error, ConfigError(said)) from error
+                why = told(error) if error.filename else error
+                text = f"[metrics.{tracker.name}] cannot start: {why}; enabled = false in that table disables it"
+                raise by_errno(error, ConfigError(text)) from error
 
     def log(self, row: Row) -> None:
         """Give a row (metric name -> value) to every tracker; a failure is logged, not raised."""
@@ -357,11 +317,9 @@ class Trackers:
             try:
                 act(tracker)
             except Exception as error:  # whatever it is, it is not the training's
-                self._tell(tracker.name, error)
-
-    def _tell(self, name: str, error: Exception) -> None:
-        if name in self._failed:
-            return
-        self._failed.add(name)
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        log.warning(f"[metrics.{name}] {said}; training continues, and this tracker misses some rows")
+                if tracker.name not in self._failed:
+                    self._failed.add(tracker.name)
+                    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    log.warning(
+                        f"[metrics.{tracker.name}] {text}; training continues, and this tracker misses some rows"
+                    )

@@ -28,9 +28,9 @@ class NonfiniteGuard:
     Each worker judges its own steps; too many in a row on one of them end the run.
 
     limit: dropped updates in a row that end the run.  before: what earlier processes have counted.
-    fresh: the optimizer has no state yet. Its first update is made by all workers or by none, so that all of them have
-        state afterwards: a checkpoint holds each worker's. False where workers keep their own pace.
-    known: sentences about the job for whoever reads that it has ended.
+    fresh: the optimizer has no state yet. All workers make its first update or none does, as a checkpoint holds each
+        worker's state. False where workers keep their own pace.
+    known: sentences about the job, for the message that ends it.
     made: sentences about why updates are made before they are judged; empty: they are not.
     """
 
@@ -42,11 +42,9 @@ class NonfiniteGuard:
         self._limit, self._mesh, device = limit, mesh, mesh.device
         self._first = fresh and bool(mesh.layout.worker_axis)
         dropped = 0 if mesh.at(mesh.layout.worker_axis) else before.dropped  # the workers' are added up
-        self._bad = torch.zeros((), device=device)
-        self._dropped = torch.full((), float(dropped), dtype=torch.float64, device=device)
-        self._in_a_row = torch.zeros((), device=device)
-        self._longest = torch.zeros((), device=device)
-        self._tokens = torch.full((), float(before.valid_tokens), dtype=torch.float64, device=device)
+        self._bad = self._in_a_row = self._longest = torch.zeros((), device=device)  # never written to in place
+        self._dropped = torch.tensor(float(dropped), dtype=torch.float64, device=device)
+        self._tokens = torch.tensor(float(before.valid_tokens), dtype=torch.float64, device=device)
         self._last = torch.full((3,), math.nan, dtype=torch.float64, device=device)
 
     def look(
@@ -54,11 +52,10 @@ class NonfiniteGuard:
     ) -> tuple[Tensor, Tensor]:
         """Judge a step before its update, by this rank's share of the loss and its view of the gradient norm.
 
-        expected: what techniques say (`Technique.overflow_expected`). If any is true, a bad step is dropped as others
-            are, but counts as none of those in a row.
+        expected: `Technique.overflow_expected` of the techniques. If any is true, a bad step is not one in a row.
 
-        Returns both for the whole model, NaN where any of its ranks had no finite number: all of these judge alike,
-        also when a fault is one rank's own and no reduction has spread it.
+        Returns both for the whole model, NaN where any rank had no finite number: so all judge alike, also when no
+        reduction has spread it.
         """
         mesh = self._mesh
         flags = [(~value.isfinite()).float() for value in (loss, grad_norm)]
@@ -78,10 +75,8 @@ class NonfiniteGuard:
         return loss, grad_norm
 
     def count(self, tokens: Tensor) -> None:
-        """Count the valid tokens of the step just judged, an int64 scalar, unless its update is dropped.
-
-        tokens: of this rank's worker. The others count for as many, so the mean over the workers is the sum of theirs.
-        """
+        """Count this worker's valid tokens in the step just judged, an int64 scalar, unless its update is dropped."""
+        # The other workers count for as many, so the mean over all is the sum of theirs.
         self._tokens += torch.where(self.updates, tokens * self._mesh.workers, 0)
 
     @property
@@ -92,8 +87,7 @@ class NonfiniteGuard:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer, unless the step just judged was bad: then nothing of its state changes.
 
-        Optimizers of torch that are fused skip on the device. For others the host has to ask, which makes it wait for
-        the device once per step.
+        Fused optimizers of torch skip on the device. For others the host waits for the device once per step.
         """
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = self._bad  # type: ignore[attr-defined]
@@ -122,11 +116,7 @@ class NonfiniteGuard:
         )
 
     def check(self) -> Counts:
-        """What this process and earlier ones have counted.
-
-        Raises:
-            DivergedError: too many updates in a row were dropped.
-        """
+        """What this process and earlier ones have counted; raises DivergedError after too many bad steps in a row."""
         counts, failure = self.read()
         if failure is not None:
             raise failure

@@ -31,19 +31,14 @@ ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
 def cut(whole: Batch, context: BuildContext) -> Batch:
-    """This rank's positions of a micro batch, as the techniques deal with them: the one place that cuts a batch.
-
-    Raises:
-        PluginError: a technique returns tokens, labels and positions of different shapes; or ranks that slice sequences
-            would not have a slice each.
-    """
+    """This rank's positions of a micro batch, as the techniques deal with them: the one place that cuts a batch."""
     batch = whole
     for technique in sorted(context.techniques, key=lambda technique: ORDER.index(technique.phase)):
         batch = answer(technique, "batch", Batch, batch)
         shapes = [list(tensor.shape) for tensor in (batch.tokens, batch.labels, batch.positions)]
         if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-            said = "batch() returned tokens, labels and positions of shapes " + ", ".join(map(str, shapes))
-            raise PluginError(f"{label(type(technique))}: {said}; cut them alike")
+            what = "batch() returned tokens, labels and positions of shapes " + ", ".join(map(str, shapes))
+            raise PluginError(f"{label(type(technique))}: {what}; cut them alike")
     ranks, length = context.mesh.layout.degree_of("sliced"), whole.tokens.shape[1]
     if batch.tokens.shape[1] * ranks != length:
         raise PluginError(
@@ -61,11 +56,13 @@ def reducing(techniques: Sequence[Technique]) -> list[Technique]:
     before the copies and halves within each are, which end up with the same bits. Then the others, which see whole
     gradients.
     """
-    first = [technique for technique in techniques if changes_objective(technique)]
-    owners = [technique for technique in techniques if (technique.axes or technique.covers) and technique not in first]
-    owners.sort(key=lambda technique: ORDER.index(technique.phase), reverse=True)
-    others = [technique for technique in techniques if technique not in first and technique not in owners]
-    return [*first, *owners, *others]
+
+    def place(technique: Technique) -> tuple[int, int]:
+        if changes_objective(technique):
+            return 0, 0
+        return (1, -ORDER.index(technique.phase)) if technique.axes or technique.covers else (2, 0)
+
+    return sorted(techniques, key=place)
 
 
 def wrapping(techniques: Sequence[Technique]) -> list[Technique]:
@@ -74,12 +71,7 @@ def wrapping(techniques: Sequence[Technique]) -> list[Technique]:
     State in the host's memory comes to the device for what is wrapped, so who brings it wraps the others. Who steps the
     optimizer within the backward pass steps what all of them have made.
     """
-
-    def place(technique: Technique) -> tuple[bool, bool]:
-        facts = technique.facts()
-        return "updates_in_backward" in facts, "state_on_host" in facts
-
-    return sorted(techniques, key=place)
+    return sorted(techniques, key=lambda t: ("updates_in_backward" in t.facts(), "state_on_host" in t.facts()))
 
 
 def changes_objective(technique: Technique) -> bool:
@@ -112,9 +104,7 @@ def assemble(
         parameter.data = parameter.data.to(context.precision.store_dtype)
     parts = [ModelPart(model)]
     for phase in ORDER:
-        for technique in context.techniques:
-            if technique.phase != phase:
-                continue
+        for technique in (each for each in context.techniques if each.phase == phase):
             if phase == "split":
                 multiple = parts[0].length_multiple
                 parts = technique.split(model, context)
@@ -137,33 +127,32 @@ def _check_names(model: nn.Module, context: BuildContext) -> None:
 
     They may give values to buffers that they register in a later phase.
     """
-    sliced = context.mesh.layout.degree_of("sliced") > 1
-    _check_draws(model, context.spec.draws)
+    spec, sliced = context.spec, context.mesh.layout.degree_of("sliced") > 1
+    if spec.draws and "seeds" not in inspect.signature(type(model).forward).parameters:
+        raise PluginError(
+            f"the model's spec names modules that draw random numbers, {', '.join(spec.draws)}, but the model's "
+            "forward has no argument `seeds` to pass on to them"
+        )
+    _check_kind(model, RandomModule, "ModelSpec.draws", spec.draws, "its random numbers would depend on the layout")
+    passed_by = "techniques that replace attention would pass it by"
+    _check_kind(model, AttentionCore, "ModelSpec.attention", spec.attention, passed_by)
     for name, module in model.named_modules():
-        named = any(glob_matches(glob, name) for glob in context.spec.attention)
-        if named != isinstance(module, AttentionCore):
-            what = "is no AttentionCore" if named else "is an AttentionCore that no glob of ModelSpec.attention names"
-            raise PluginError(f"the model's spec: {name} {what}, so techniques that replace attention would pass it by")
         if isinstance(module, AttentionCore) and module.operation is None and sliced:
             raise PluginError(f"no technique gave {name} an operation that reaches the positions of other ranks")
-    own = context.job.model.spec().buffers if context.spec.buffers else {}
-    later = {glob for glob in context.spec.buffers if glob not in own}
-    replace(context.spec, buffers={g: how for g, how in context.spec.buffers.items() if g not in later}).check_names(
+    own = context.job.model.spec().buffers if spec.buffers else {}
+    replace(spec, buffers={glob: how for glob, how in spec.buffers.items() if glob in own}).check_names(
         (name for name, _ in model.named_modules()),
         (name for name, _ in model.named_parameters()),
         (name for name, _ in model.named_buffers(remove_duplicate=False)),
     )
 
 
-def _check_draws(model: nn.Module, draws: Sequence[str]) -> None:
-    """Hold the globs of modules that draw random numbers against the model: a module left out would have no stream."""
-    if draws and "seeds" not in inspect.signature(type(model).forward).parameters:
-        raise PluginError(
-            f"the model's spec names modules that draw random numbers, {', '.join(draws)}, but the model's forward has "
-            "no argument `seeds` to pass on to them"
-        )
+def _check_kind(model: nn.Module, kind: type[nn.Module], field: str, globs: Sequence[str], otherwise: str) -> None:
+    """The globs of a field of the spec name the modules of this kind and no others."""
     for name, module in model.named_modules():
-        named = any(glob_matches(glob, name) for glob in draws)
-        if named != isinstance(module, RandomModule):
-            what = "is no RandomModule" if named else "is a RandomModule that no glob of ModelSpec.draws names"
-            raise PluginError(f"the model's spec: {name} {what}, so its random numbers would depend on the layout")
+        named = any(glob_matches(glob, name) for glob in globs)
+        if named != isinstance(module, kind):
+            article = "an" if kind is AttentionCore else "a"
+            missing = f"is {article} {kind.__name__} that no glob of {field} names"
+            what = f"is no {kind.__name__}" if named else missing
+            raise PluginError(f"the model's spec: {name} {what}, so {otherwise}")

@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan import errors
 from titan.contracts import Batch
 from titan.contracts.tracker import annotated
-from titan.errors import (
-    EXIT_FAILED,
-    CheckpointError,
-    DivergedError,
-    FolderError,
-    PluginError,
-    PreemptedError,
-    RankFailedError,
-)
 from titan.layers.philox import row_seeds
 from titan.log import log
 from titan.ranks.failure import agreed, begin, tell
@@ -48,8 +40,7 @@ class Stats:
 def train(run: Run) -> str:
     """Train until the job's last step, or until the run is asked to stop; measure and save on the way.
 
-    Returns what asked it to stop ("SIGTERM", ...; empty: nothing did), the same on all ranks. All steps may be done
-    all the same.
+    Returns what asked it to stop ("SIGTERM", ...; empty: nothing), on all ranks alike, also after the last step.
     """
     first, asked = run.step, ""
     gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
@@ -70,7 +61,8 @@ def train(run: Run) -> str:
             run.whole = True
             if run.step == first + 1:
                 set_timeouts(run.context.mesh, run.job.comm.timeout_s)
-                _check_state(run)
+                if run.checkpointer is not None:  # for the first time there is all the state that is to be saved
+                    run.checkpointer.check(run.parts, run.optimizer, run.techniques_state())
             after_step(run, stats, waited)
             asked = preemption.due()
         asked_late = _finish(run)
@@ -88,22 +80,21 @@ def train(run: Run) -> str:
 def _next(run: Run, batches: Iterator[list[Batch]]) -> tuple[list[Batch], float] | None:
     """The micro batches of the next step, and the seconds until they came; None where a signal did, on the only rank.
 
-    Raises:
-        PreemptedError: the same where nothing is to be saved, or on one of several ranks: the others are in the step.
+    PreemptedError is raised where nothing is to be saved, or on one of several ranks: the others are in the step.
     """
     began = time.perf_counter()
     try:
         with annotated("data"):
             return next(batches), time.perf_counter() - began
-    except PreemptedError as error:
+    except errors.PreemptedError as error:
         if run.rank.world_size == 1 and run.step > run.saved:
             return None
-        saved = "; to resume from the newest checkpoint, run the same command"
+        stopped = f"{error}, before step {run.step + 1}"
         if not run.job.checkpoint.goes_on:
-            raise RankFailedError(f"{error}, before step {run.step + 1}") from None
-        stop = PreemptedError(f"{error}, before step {run.step + 1}{saved}")
+            raise errors.RankFailedError(stopped) from None
+        stop = errors.PreemptedError(f"{stopped}; to resume from the newest checkpoint, run the same command")
         if run.rank.world_size > 1:
-            stop.exit_code = EXIT_FAILED  # of this rank: the launcher ends the others, and the run as preempted
+            stop.exit_code = errors.EXIT_FAILED  # of this rank: the launcher ends the others, and the run as preempted
         raise stop from None
 
 
@@ -125,40 +116,29 @@ def _finish(run: Run) -> str:
     return preemption.due()
 
 
-def _check_state(run: Run) -> None:
-    """Refuse state that cannot be saved when there is some for the first time."""
-    if run.checkpointer is not None:
-        run.checkpointer.check(run.parts, run.optimizer, run.techniques_state())
-
-
 def _meet(run: Run) -> None:
     """Before all ranks do something together, where workers keep their own pace."""
     if run.mates is None:
         return
-    gone = {worker for technique in run.context.techniques for worker in technique.meet(run.step) or ()}
-    if run.job.expendable:
-        run.meetings += 1
-        store = dist.distributed_c10d._get_default_store()
-        _go_on_without(run, agreed(store, run.meetings, run.rank.number, gone))
-
-
-def _go_on_without(run: Run, gone: Collection[int]) -> None:
-    """The ranks that are there meet without those of workers that are gone, from now on."""
+    gone: Collection[int] = {worker for each in run.context.techniques for worker in each.meet(run.step) or ()}
+    if not run.job.expendable:
+        return
+    run.meetings += 1
+    gone = agreed(dist.distributed_c10d._get_default_store(), run.meetings, run.rank.number, gone)
     mesh = run.context.mesh
     if mesh.workers == run.job.layout.workers - len(gone):
         return
-    ranks = mesh.lose(gone)
+    ranks = mesh.lose(gone)  # from now on the ranks that are there meet without those
     lose_peers()
     run.meter.devices = len(ranks)
     set_timeouts(mesh, run.job.comm.timeout_s)
     if run.checkpointer is not None:
         run.checkpointer.go_on_with(ranks)
-    limit = timedelta(seconds=run.job.comm.timeout_s)
-    run.remaining = dist.new_group(ranks, limit, backend="gloo")
-    workers = "worker" if len(gone) == 1 else "workers"
+    run.remaining = dist.new_group(ranks, timedelta(seconds=run.job.comm.timeout_s), backend="gloo")
+    workers, are = ("worker", "is") if len(gone) == 1 else ("workers", "are")
     log.warning(
-        f"step {run.step}: {workers} {', '.join(map(str, gone))} of {run.job.layout.workers} "
-        f"{'is' if len(gone) == 1 else 'are'} gone; the run goes on with {mesh.workers}, without their samples"
+        f"step {run.step}: {workers} {', '.join(map(str, gone))} of {run.job.layout.workers} {are} gone; "
+        f"the run goes on with {mesh.workers}, without their samples"
     )
 
 
@@ -181,8 +161,12 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     expected = [flag for technique in techniques if (flag := technique.overflow_expected()) is not None]
     loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), expected)
     run.guard.count(valid)
-    if run.job.train.grad_clip:
-        _clip(run, norm)
+    if limit := run.job.train.grad_clip:
+        # An update that reads all gradients anyway divides them too, where nobody sees them before.
+        if getattr(run.optimizer, "_step_supports_amp_scaling", False) and not run.job.clips_apart:
+            run.optimizer.grad_scale = clip_divisor(norm, limit)  # type: ignore[attr-defined]
+        else:
+            clip(run.parts, norm, limit)
     updated = run.guard.updates
     for technique in techniques:
         technique.before_update(torch.where(updated, norm, torch.nan))
@@ -198,16 +182,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     return Stats(loss, norm, lr)
 
 
-def _clip(run: Core, norm: Tensor) -> None:
-    """Leave it to the update, which reads all gradients anyway, where nobody sees them before; or clip them here."""
-    if getattr(run.optimizer, "_step_supports_amp_scaling", False) and not run.job.clips_apart:
-        run.optimizer.grad_scale = clip_divisor(norm, run.job.train.grad_clip)  # type: ignore[attr-defined]
-    else:
-        clip(run.parts, norm, run.job.train.grad_clip)
-
-
 def _seeded(batch: Batch, run: Core) -> Batch:
-    """The micro batch with what its modules draw from, where the model draws random numbers."""
     if not run.context.spec.draws:
         return batch
     assert batch.samples is not None, "a micro batch of training has no sample numbers"
@@ -222,25 +197,18 @@ def _tokens(run: Core) -> int:
 def _set_rates(run: Core) -> float:
     """Give the optimizer's groups the rates of the step that begins; returns the largest."""
     factor = run.job.lr_schedule.factor(run.step + 1, run.job.train.steps)
-    rates = []
     for group in run.optimizer.param_groups:
         group.setdefault("peak_lr", group["lr"])
         group["lr"] = group["peak_lr"] * factor
-        rates.append(float(group["lr"]))
-    return max(rates)
+    return max(float(group["lr"]) for group in run.optimizer.param_groups)
 
 
 def after_step(run: Run, stats: Stats, waited: float) -> None:
-    """What hangs on a step, in this order: count, log, meet, validate, collect garbage, save.
-
-    Raises:
-        FolderError: the folder is no longer this run's; on rank 0.
-    """
+    """What hangs on a step; FolderError where the folder is no longer this run's, on rank 0."""
     run.lock.check_known()
     run.meter.add(_tokens(run), waited)
     run.trackers.progress(run.step)
-    every, steps = run.job.metrics.every, run.job.train.steps
-    if run.step % every == 0 or run.step in (1, steps):
+    if run.step % run.job.metrics.every == 0 or run.step in (1, run.job.train.steps):
         _log(run, stats)
     if _pauses(run, run.step):
         _meet(run)
@@ -268,10 +236,9 @@ def _pauses(run: Run, step: int) -> bool:
 
 
 def _collect_garbage() -> None:
-    """The first time all objects are looked at, and what is left is never looked at again; then the young ones alone.
+    """All objects the first time; what is left then is never looked at again: it would cost each collection 0.15 s.
 
-    What lives as long as the run (modules, optimizer state, compiled code) would cost each collection 0.15 s: the
-    380,000 objects of torch, DTensor and a compiler on a CPU.
+    It lives as long as the run: 380,000 objects of torch, DTensor and a compiler on a CPU.
     """
     if gc.get_freeze_count() == 0:
         gc.collect()
@@ -309,11 +276,10 @@ def save(run: Run) -> None:
 def _rescue(run: Run, error: Exception) -> None:
     """Before an error ends the run, save what the last finished step has left, where that is safe.
 
-    It is where this rank is all there is: a save is the work of all, and others may be in the next step's collectives
-    by now. An error in the middle of a step leaves a state that is neither step's; one of a save, or of a plugin whose
-    state cannot be saved, would come again.
+    A save is the work of all ranks, and others may be in the next step's collectives by now. An error in the middle of
+    a step leaves a state that is neither step's; one of a save or of a plugin would come again.
     """
-    foreseen = isinstance(error, (DivergedError, CheckpointError, FolderError, PluginError))
+    foreseen = isinstance(error, (errors.DivergedError, errors.CheckpointError, errors.FolderError, errors.PluginError))
     if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
         return
     try:
@@ -327,9 +293,6 @@ def close(run: Run) -> None:
     """Let go of everything, in reverse order of making, and of the run's folder last."""
     with ExitStack() as closing:
         closing.callback(run.lock.release)
-        closing.callback(run.trackers.close)
-        if run.checkpointer is not None:
-            closing.callback(run.checkpointer.close)
-        for technique in run.context.techniques:
-            closing.callback(technique.close)
-        closing.callback(run.loader.close)
+        for owner in (run.trackers, run.checkpointer, *run.context.techniques, run.loader):
+            if owner is not None:
+                closing.callback(owner.close)

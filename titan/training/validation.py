@@ -28,8 +28,7 @@ def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], scor
             logits = engine.forward(batch)
             if logits is not None:
                 sums += score(logits, batch.labels)
-    found: list[float] = context.mesh.sum(sums, "dealt", "sliced", "layers", "own").tolist()
-    return found
+    return context.mesh.sum(sums, "dealt", "sliced", "layers", "own").tolist()
 
 
 def nats_and_tokens(loss: Loss) -> Score:
@@ -48,12 +47,8 @@ def validate(run: Run) -> None:
     with weights_to_use(run.optimizer):
         nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
     run.validation_loss = nats / max(tokens, 1.0)
-    row = {
-        "step": run.step,
-        "validation_loss": run.validation_loss,
-        "validation_perplexity": perplexity(run.validation_loss),
-    }
-    run.trackers.log({**row, "time": run.meter.unix_time()})
+    loss = {"validation_loss": run.validation_loss, "validation_perplexity": perplexity(run.validation_loss)}
+    run.trackers.log({"step": run.step, **loss, "time": run.meter.unix_time()})
 
 
 def perplexity(nats: float) -> float:
@@ -66,8 +61,8 @@ def perplexity(nats: float) -> float:
 
 def samples_used(run: Run) -> int:
     """How many samples of the validation split a validation takes: what the job asks for, or all there are."""
-    there = len(run.validation_samples) if run.validation_samples is not None else 0
-    return min(run.job.validation.samples or there, there)
+    available = len(run.validation_samples) if run.validation_samples is not None else 0
+    return min(run.job.validation.samples or available, available)
 
 
 def _batches(run: Run, samples: Samples) -> Iterator[Batch]:

@@ -320,7 +320,7 @@ FAULTS = (
     Fault(
         "a loss of NaN reported as a result",
         "titan/inference/evaluation.py",
-        "if math.isfinite(nats):",
+        "if math.isfinite(sums[0]):",
         "if True:",
         ("tests/dist/test_eval.py::test_weights_that_are_nan_have_no_loss",),
     ),

@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "the optimizer wrapped in the order of the TOML",
         "titan/training/phases.py",
-        "return sorted(techniques, key=place)",
+        'return sorted(techniques, key=lambda t: ("updates_in_backward" in t.facts(), "state_on_host" in t.facts()))',
         "return list(techniques)",
         (f"{UNIT}::test_rounded_state_is_on_the_host_whatever_the_order_of_tables[offloaded first]",),
     ),

@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "partial sums of gradients shown to techniques without axes",
         "titan/training/phases.py",
-        "return [*first, *owners, *others]",
-        "return [*first, *others, *owners]",
+        "if technique.axes or technique.covers else (2, 0)",
+        "if technique.axes or technique.covers else (0, 1)",
         ("tests/dist/test_replicas.py::test_a_technique_without_axes_sees_whole_gradients",),
     ),
     Fault(
@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "hooks that sum over replicas called after those that sum within one",
         "titan/training/phases.py",
-        "ORDER.index(technique.phase), reverse=True)",
-        "ORDER.index(technique.phase))",
+        "(1, -ORDER.index(technique.phase))",
+        "(1, ORDER.index(technique.phase))",
         ("tests/unit/test_phases.py::test_sums_over_replicas_come_before_those_within_one_and_before_all_who_look",),
     ),
     Fault(
