@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from titan.skeletons import KINDS, folder, skeleton
+from titan.commands.plugins.skeleton import KINDS, folder, skeleton
 
 SHOWN = ("model", "technique", "optimizer")
 """Kinds that pages of the documentation train with, in tests/dist/test_docs.py: here their command is read alone."""

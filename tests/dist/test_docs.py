@@ -19,8 +19,8 @@ import pytest
 
 from tests.commands import run_titan
 from tests.sweeps import swept_case
+from titan.commands.plugins.skeleton import skeleton
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
-from titan.skeletons import skeleton
 from titan.testing import assert_same_curve, train_job
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ HOST_KEYS = {
 }
 """Kind whose plugins have tables of their names in a section -> the section, and its keys that are no plugin's."""
 
-RESERVED = "new"
+NEW = "new"
 """What follows `titan plugins` to write a plugin, so that no plugin of this name could be described."""
 
 GROUP = 'project.entry-points."titan.plugins"'
@@ -93,7 +93,7 @@ def _unfit(kind: str, name: str, paths: Iterable[str]) -> str:
     """Why a plugin cannot have this name; empty where it can."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         return "must be lower-case letters, digits and underscores, begin with a letter, and be no word of Python's"
-    if name == RESERVED:
+    if name == NEW:
         return "is what `titan plugins` takes for its word that writes a plugin; choose another name"
     if name.startswith("test_"):
         return "begins with test_, so pytest would take the plugin for a test; choose another name"
