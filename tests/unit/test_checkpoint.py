@@ -14,12 +14,12 @@ from torch import nn
 from bench.mutations import reseal
 from tests.checkpoints import Toy, assert_same, checkpointer_of, copied, made, steps_in, train
 from tests.jobs import stored
-from titan.checkpoint import Own, rng_state, set_rng_state
+from titan.checkpoint import rng_state, set_rng_state
 from titan.checkpoint.disk.index import DTYPES
 from titan.checkpoint.state import Stacked, rejoin, separate
 from titan.checkpoint.storage import box_of, table_of
 from titan.checkpoint.techniques import without
-from titan.contracts import ModelPart
+from titan.contracts import ModelPart, Own
 from titan.errors import CheckpointError, PluginError
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from bench import mutations
 from tests.checkpoints import checkpointer_of, made
 from titan.checkpoint import storage
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, FileEntry
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
 from titan.errors import CheckpointError
 
 
@@ -47,9 +47,9 @@ def test_a_data_file_has_the_hash_of_its_bytes(aside: int, tmp_path: Path, monke
     path = tmp_path / "data"
     with storage._DataFile.created(path) as file:
         for count in (1, 1 << 16, 3):
-            file.add(torch.arange(count))
+            torch.save(torch.arange(count), file)
     written = path.read_bytes()
-    assert file.entry() == FileEntry(len(written), hashlib.sha256(written).hexdigest())
+    assert (file.size, file.digest.digest()) == (len(written), hashlib.sha256(written).digest())
 
 
 def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A changed TOML on resume: free, said with both values, or refused with both values; never ignored."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -193,20 +194,22 @@ def test_tuples_come_back_as_lists() -> None:
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        ({"config": "x"}, "config in rest that is not of type dict"),
-        ({"step": True}, "step in rest that is not of type int"),
-        ({"tokens": "9" * 99}, "tokens in rest that is not of type int"),
-        ({"data": []}, "data in rest that is not of type dict"),
-        ({"data": {"samples": -1}}, "data position"),
-        ({"techniques": 3}, "techniques in rest that is not of type dict"),
-        ([], "lacks the table `rest`"),
+        ({"config": "x"}, "has no valid config"),
+        ({"step": True}, "has no valid step"),
+        ({"tokens": "9" * 99}, "has no valid tokens"),
+        ({"data": []}, "has no valid data"),
+        ({"data": {"samples": -1}}, "has no valid samples"),
+        ({"techniques": 3}, "has no valid techniques"),
+        ({"dropped": 1.5}, "dropped in rest that is not of type int"),
+        ({"valid_tokens": "1"}, "valid_tokens in rest that is not of type int"),
+        ({"tokenizer": []}, "tokenizer in rest that is not of type dict"),
+        ([], "has no valid rest"),
         ({"step": 0}, "does not hold the config of the run"),
     ],
 )
-def test_a_state_of_other_kinds_is_refused(
-    rest: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titan.checkpoint.disk.folder.read_state", lambda path: {"rest": rest})
+def test_a_state_of_other_kinds_is_refused(rest: Any, said: str, tmp_path: Path) -> None:
+    state = {"format": 1, "step": 1, "serial": 1, "world_size": 1, "saved": "", "torch": "", "values": {}}
+    (tmp_path / "state.json").write_text(json.dumps({**state, "rest": rest}))
     with pytest.raises(CheckpointError, match=said):
         stored_rest(tmp_path)
 

@@ -51,7 +51,7 @@ LISTED = {
     "titan/checkpoint/disk/unpickle.py": {"read: machine.run": OWN},
     "titan/checkpoint/ranks.py": {"leave: late.wait": "1 ms", "go_on_with: self.connect": GROUP},
     "titan/checkpoint/storage.py": {
-        "created: data._sync.result": SAVE, "write: hashed.result": SAVE, "_sync_early: self._sync.result": SAVE,
+        "created: data._sync.result": SAVE, "write: hashed.result": SAVE, "write: self._sync.result": SAVE,
     },
     "titan/commands/eval.py": {"_evaluate: process.join": "comm.init_timeout_s"},
     "titan/commands/generate.py": {"_generate: process.join": "comm.init_timeout_s"},

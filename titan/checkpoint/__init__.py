@@ -6,6 +6,5 @@ plain data, and manifest.json, which detects damage. Loading an untrusted checkp
 
 from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.state import rng_state, set_rng_state
-from titan.contracts.technique import Own
 
-__all__ = ["Checkpointer", "Own", "rng_state", "set_rng_state"]
+__all__ = ["Checkpointer", "rng_state", "set_rng_state"]

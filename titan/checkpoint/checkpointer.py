@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,12 @@ import torch
 from titan.checkpoint import storage, techniques
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index, manifest, metadata
-from titan.checkpoint.disk.manifest import INDEX, METADATA, STATE
+from titan.checkpoint.disk.index import TECHNIQUES
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.disk.plan import Written
 from titan.checkpoint.ranks import RankFailure, Ranks
-from titan.checkpoint.state import TECHNIQUES, Snapshot, Stacks, Staging, collect, optimizer_state
-from titan.contracts.base.mesh import Mesh
+from titan.checkpoint.state import Snapshot, Stacks, Staging, collect, optimizer_state
+from titan.contracts import Mesh, ModelPart
 from titan.errors import EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
 from titan.log import log
 from titan.machine import on_this_device
@@ -33,17 +34,16 @@ from titan.ranks import watchdog
 
 if TYPE_CHECKING:
     from titan.checkpoint.restore import Saved
-    from titan.contracts import ModelPart
 
 
 class Checkpointer:
     """The checkpoints of a run. Every method is called by all ranks, at the same place of the program.
 
-    folder: where they stand, on a file system that all ranks share.  keep: complete ones kept, 0 for all.
+    folder: on a file system that all ranks share.  keep: complete ones kept, 0 for all.
     asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state. A GPU
         with room clones the state, and sends the clone there while it computes.
     timeout_s: a load or save that takes longer ends the process, with its stacks shown.
-    copies: name -> content of the files that each checkpoint keeps of the tokenizer; read on rank 0.
+    copies: name -> content of the tokenizer's files that each checkpoint keeps; read on rank 0.
     held: called on rank 0 before a save changes the folder; raises FolderError where it is no longer this run's.
     mesh: of the run; None: no rank has weights of its own, nor state of techniques.
     """
@@ -67,9 +67,8 @@ class Checkpointer:
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
 
-        resume: "auto", the newest complete one if there is any; "required", the same, and it is an error if there is
-            none; "never"; or a path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and
-            "required" go back to an older one where the newest is damaged, and say so.
+        resume: "auto", the newest complete one, or an older one where it is damaged; "required", the same, of which
+            there has to be one; "never"; or the path of a checkpoint, or of a run or checkpoints folder (its newest).
 
         Raises:
             ConfigError: "required", and there is none.
@@ -91,9 +90,14 @@ class Checkpointer:
                         raise
                     reasons[path] = str(error)
                     lasting = lasting and error.exit_code == EXIT_WRONG_INPUT
-                else:
-                    self._tell_damage(reasons, path)
-                    return path
+                    continue
+                self._damaged = set(reasons)
+                for damaged, reason in reasons.items():
+                    log.warning(
+                        f"{reason}. Resuming from {path} instead; the damaged checkpoint is ignored until a save of "
+                        f"its step replaces it or `titan checkpoint rm {damaged}` removes it"
+                    )
+                return path
             if reasons:
                 told = "; ".join(reasons.values())
                 anew = 'set checkpoint.resume = "never" to start a new run'
@@ -103,8 +107,7 @@ class Checkpointer:
 
     def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str]]:
         """What to try, first the best, and what is out of the question and why."""
-        self._held()
-        folders.tidy(self.folder)
+        self._tidy()
         own, damaged = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
         if resume in ("auto", "required"):
@@ -115,17 +118,9 @@ class Checkpointer:
         return [] if chosen is None else [chosen], {}
 
     def _open(self, path: Path) -> Saved:
-        from titan.checkpoint import restore
+        from titan.checkpoint.restore import Saved
 
-        return restore.Saved.open(path, self._ranks)
-
-    def _tell_damage(self, reasons: Mapping[Path, str], instead: Path) -> None:
-        self._damaged = set(reasons)
-        for path, reason in reasons.items():
-            log.warning(
-                f"{reason}. Resuming from {instead} instead; the damaged checkpoint is ignored until a save of its "
-                f"step replaces it or `titan checkpoint rm {path}` removes it"
-            )
+        return Saved.open(path, self._ranks)
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
@@ -133,7 +128,6 @@ class Checkpointer:
     ) -> dict[str, Any]:  # fmt: skip
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
 
-        What `find` has not just verified is verified first.
         states: what techniques hold now, by name. Of the table `techniques` theirs alone comes back, a tensor to the
             ranks that name it here, as a DTensor where it is one here, and to all where none names it; None: all of it.
             Other tensors of the rest come back on the CPU, whole.
@@ -146,25 +140,20 @@ class Checkpointer:
 
         self.wait()
         with self._limit(f"loading the checkpoint {path}"):
-            found, self._saved = self._saved, None
-            saved = found if found is not None and found.path == path else self._open(path)
+            verified, self._saved = self._saved, None
+            saved = verified if verified is not None and verified.path == path else self._open(path)
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
         return rest
 
     def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-        """Look at the state of the optimizer and of techniques as soon as there is some, not at a save hours later.
-
-        Raises:
-            PluginError: it cannot be saved.
-        """
+        """Raise a PluginError for state of the optimizer or techniques that cannot be saved, before a save does."""
         optimizer_state(parts, optimizer)
         self._stacks.check(states)
 
     def save(
         self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
     ) -> None:
-        """Save the state after a step. In the background mode it returns when the state is copied, on a GPU with
-        room for that when a clone is under way there.
+        """Save the state after a step; in the background mode it returns when the state is copied, or being cloned.
 
         rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables and the table
             `techniques`, of which each rank gives what it has (`titan.checkpoint.techniques`).
@@ -176,13 +165,23 @@ class Checkpointer:
         self.wait()
         began = time.perf_counter()
         snapshot = collect(parts, optimizer, rest, self._ranks.rank, self._stacks)
+        what = f"saving step {step} to {self.folder}"
         if not self.asynchronous:
-            self._write_in_time(step, snapshot, began)
+            with self._limit(what):
+                self.write(step, snapshot, began)
             return
-        snapshot, finish = self._staging.copy(snapshot)
+        copy, finish = self._staging.copy(snapshot)
+
+        def write_aside() -> None:
+            try:
+                finish()
+                with self._limit(what):
+                    self.write(step, copy, began)
+            except Exception as failure:
+                self._failure = failure
+
         # A daemon, so that a run that dies of something else does not wait for it: an unfinished save is no loss.
-        write = on_this_device(self._write_aside)
-        self._writer = Thread(target=write, args=(step, snapshot, began, finish), name="checkpoint", daemon=True)
+        self._writer = Thread(target=on_this_device(write_aside), name="checkpoint", daemon=True)
         self._writer.start()
 
     def connect(self) -> None:
@@ -190,27 +189,20 @@ class Checkpointer:
         self._ranks.connect()
 
     def go_on_with(self, ranks: Sequence[int]) -> None:
-        """Go on with these ranks alone, as the others are gone; called by each of them.
-
-        A save in flight may have failed for want of the others. That is told, and its files are removed.
-        """
+        """Go on with these ranks alone, each of which calls this. A save that failed for want of others is told."""
         try:
             self.wait()
         except CheckpointError as failure:
             log.warning(str(failure))
         self._ranks.go_on_with(ranks)
-        self._ranks.first(self._sweep)
+        self._ranks.first(self._tidy)
 
-    def _sweep(self) -> None:
+    def _tidy(self) -> None:
         self._held()
         folders.tidy(self.folder)
 
     def wait(self) -> None:
-        """Return when no save is in flight.
-
-        Raises:
-            CheckpointError: the one that was failed.
-        """
+        """Return when no save is in flight; raises the CheckpointError of one that failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -225,26 +217,11 @@ class Checkpointer:
         except CheckpointError as failure:
             log.error(str(failure))
 
-    def _write_aside(self, step: int, snapshot: Snapshot, began: float, finish: Callable[[], None]) -> None:
-        try:
-            finish()
-            self._write_in_time(step, snapshot, began)
-        except Exception as failure:
-            self._failure = failure
-
     def _limit(self, what: str) -> AbstractContextManager[None]:
         return watchdog.limit(self.timeout_s, "[comm] checkpoint_timeout_s", what)
 
-    def _write_in_time(self, step: int, snapshot: Snapshot, began: float) -> None:
-        with self._limit(f"saving step {step} to {self.folder}"):
-            self.write(step, snapshot, began)
-
     def write(self, step: int, snapshot: Snapshot, began: float) -> None:
-        """Write a snapshot and commit it; `began` is when (by `perf_counter`) the save did.
-
-        Raises:
-            SaveError: it failed, on some rank.
-        """
+        """Write a snapshot and commit it. began: by `perf_counter`. Raises a SaveError where some rank fails."""
         ranks = self._ranks
         try:
             everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
@@ -253,7 +230,7 @@ class Checkpointer:
             names = self._planner.choose(snapshot.tensors)
             written = ranks.each(lambda: storage.write(path, ranks.rank, names, snapshot.tensors, snapshot.local))
             all_written = ranks.gather_first(written)
-            values = {name: value for one in ranks.gather_first(snapshot.values) for name, value in one.items()}
+            values = dict(chain(*(each.items() for each in ranks.gather_first(snapshot.values))))
             rest = {**snapshot.rest, TECHNIQUES: tables} if tables else snapshot.rest
             united = replace(snapshot, values=values, rest=rest)
             ranks.first(lambda: self._commit(path, step, united, all_written, began))
@@ -269,30 +246,32 @@ class Checkpointer:
         return folders.begin(self.folder, step)
 
     def _commit(self, path: Path, step: int, snapshot: Snapshot, written: Sequence[Written], began: float) -> None:
-        entries = {name: entry for one in written for name, entry in one.files.items()}
+        entries = dict(chain(*(each.files.items() for each in written)))
         unseen = [fault for name, fault in manifest.wrong_sizes(path, entries).items() if name in entries]
         if unseen:
-            raise SaveError(
-                f"rank 0 does not see {unseen[0]}, which another rank wrote; "
-                "put [run] dir on a file system that all ranks share"
-            )
+            share = "put [run] dir on a file system that all ranks share"
+            raise SaveError(f"rank 0 does not see {unseen[0]}, which another rank wrote; {share}")
         self._held()
         assert self._planner.plan is not None
         where = self._planner.plan.index(written)
-        index.write(path / INDEX, where)
+        index.write(path / manifest.INDEX, where)
         metadata.write(path, where)
-        write_table(path / STATE, {
-            "format": folders.FORMAT, "step": step, "serial": self._serial(),
+        serial = folders.next_serial(self.folder)
+        if self._next is not None and serial > self._next:  # a successor has come and gone while it was suspended
+            raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
+        self._next = serial
+        write_table(path / manifest.STATE, {
+            "format": folders.FORMAT, "step": step, "serial": serial,
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
         })  # fmt: skip
-        others = (METADATA, INDEX, STATE, *folders.write_copies(path, self._copies))
+        others = (manifest.METADATA, manifest.INDEX, manifest.STATE, *folders.write_copies(path, self._copies))
         manifest.write(path, entries | {name: manifest.entry_of(path / name) for name in others})
         size = sum((path / name).stat().st_size for name in manifest.names_in(path)) / 1e6
         self._held()
         final = folders.commit(path)
-        self._next = None if self._next is None else self._next + 1
+        self._next = serial + 1
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
         self._damaged.discard(final)
         try:
@@ -300,41 +279,28 @@ class Checkpointer:
         except (OSError, UnreadableError) as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 
-    def _serial(self) -> int:
-        """The number of the next checkpoint.
-
-        Raises:
-            FolderError: one is there that this run does not know: a successor has come and gone while it was suspended.
-        """
-        found = folders.next_serial(self.folder)
-        if self._next is not None and found > self._next:
-            raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
-        self._next = found
-        return found
-
-    def _give_up_together(self, step: int, told: str, full: bool) -> str:
+    def _give_up_together(self, step: int, reason: str, full: bool) -> str:
         """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""
+        failed = f"saving step {step} to {self.folder} failed: {reason}"
+
+        def give_up() -> str:
+            """In a folder that is still this run's."""
+            try:
+                self._tidy()
+            except FolderError:
+                return failed
+            found = folders.complete(self.folder)
+            last = f"the last complete checkpoint is {found[-1]}" if found else "there is no complete checkpoint yet"
+            return f"disk full while saving step {step} to {self.folder}; {last}" if full else f"{failed}; {last}"
+
         try:
-            return self._ranks.first(lambda: self._give_up(step, told, full))
+            return self._ranks.first(give_up)
         except RankFailure as failure:
             then = f"sweeping failed: {failure}"
         except RuntimeError as error:
             self._ranks.leave()
             then = f"another rank was lost: {_first_line(error)}"
-        return f"saving step {step} to {self.folder} failed: {told}; then {then}"
-
-    def _give_up(self, step: int, told: str, full: bool) -> str:
-        """Remove what was written, in a folder that is still this run's; returns what to tell."""
-        try:
-            self._held()
-        except FolderError:
-            return f"saving step {step} to {self.folder} failed: {told}"
-        folders.tidy(self.folder)
-        found = folders.complete(self.folder)
-        last = f"the last complete checkpoint is {found[-1]}" if found else "there is no complete checkpoint yet"
-        if full:
-            return f"disk full while saving step {step} to {self.folder}; {last}"
-        return f"saving step {step} to {self.folder} failed: {told}; {last}"
+        return f"{failed}; then {then}"
 
 
 def _first_line(error: Exception) -> str:

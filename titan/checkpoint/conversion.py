@@ -12,30 +12,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.disk.index import MODEL
-from titan.checkpoint.disk.tensor_files import Planned, is_weights, write_file, write_tensors
+from titan.checkpoint.disk.tensor_files import WEIGHTS, Planned, write_file, write_tensors
 from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
 from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
+from titan.config import Job
+from titan.contracts import Model, Tokenizer
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
 from titan.errors import CheckpointError, ConfigError, DataError, by_errno
 from titan.log import log
 from titan.paths import refuse_lfs_pointer
-
-if TYPE_CHECKING:
-    from titan.config import Job
-    from titan.contracts import Model, Tokenizer
 
 Content = bytes | Mapping[str, Any]
 """Of a file: bytes, or a JSON value."""
@@ -44,10 +41,6 @@ MOST_BYTES = 50 << 20
 """Of a file that is carried over."""
 
 GENERATION = "generation_config.json"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-Progress = Callable[[], None]
-"""Called when a tensor of ours has been read."""
 
 
 class Weights(Protocol):
@@ -62,14 +55,10 @@ class Weights(Protocol):
         """A whole tensor, in the type it is stored in."""
 
 
-class SavedWeights:
-    """The weights of a checkpoint.
+class _SavedWeights:
+    """The weights of a checkpoint."""
 
-    Raises:
-        CheckpointError: it cannot be read, or does not fit the model.
-    """
-
-    def __init__(self, path: Path, model: Model, technique: str = "") -> None:
+    def __init__(self, path: Path, model: Model, technique: str) -> None:
         self.shapes = shapes_of(model)
         self._ranks = Ranks(0, 1)
         self._saved = Saved.open(path, self._ranks).with_weights_of(technique)
@@ -77,38 +66,32 @@ class SavedWeights:
         check_weights(self._saved, wanted, self._ranks)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in."""
         return self._saved.tensors[MODEL + name].dtype
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor of that canonical name, on the CPU, in the dtype it is stored in."""
         tensor = self._saved.empty(MODEL + name)
         self._saved.read({MODEL + name: tensor}, self._ranks)
         return tensor
 
 
 def open_weights(path: Path, model: Model, technique: str = "") -> Weights:
-    """The weights of a Hugging Face folder or a checkpoint; of the latter maybe those that a technique keeps.
-
-    Raises:
-        CheckpointError: they cannot be read, or do not fit the model.
-        ConfigError: a config.json is of another model.
-    """
-    if not is_hf(path):
-        return SavedWeights(path, model, technique)
+    """The weights of a Hugging Face folder or a checkpoint, maybe a technique's; raises where they do not fit."""
+    if not folders.is_hf(path):
+        return _SavedWeights(path, model, technique)
     refuse_technique(path, technique)
-    check_config(read_hf_config(path), model, path)
+    check_config(folders.read_hf_config(path), model, path)
     return HfWeights(path, model)
 
 
 def write_hf(
     to: Path, weights: Weights, model: Model, tokenizer: Tokenizer, dtype: torch.dtype | None, shard_bytes: int,
-    progress: Progress, source: Path | None = None,
+    progress: Callable[[], object], source: Path | None = None,
 ) -> list[str]:  # fmt: skip
     """Write a folder that transformers loads: safetensors, config.json and what the tokenizer has.
 
-    dtype: of all tensors; None keeps what they are stored in.  source: the folder that the weights are from. Of a
-    Hugging Face folder all other small files are carried over; returns the names of those that are not.
+    dtype: of all tensors; None keeps what they are stored in.  progress: called when a tensor of ours has been read.
+    source: the folder of the weights. Of one of Hugging Face's all other small files are carried over; returns the
+    names of those that are not.
 
     Raises:
         CheckpointError: something cannot be read or written.
@@ -116,9 +99,8 @@ def write_hf(
     """
     config = model.hf_config()
     if config is None:
-        raise ConfigError(
-            f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
-        )
+        told = f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
+        raise ConfigError(told)
     needed, rows = tokenizer.min_vocab_size, model.spec().vocab_size
     sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
     if tokenizer.end < rows < needed:
@@ -145,7 +127,9 @@ def write_hf(
             stack[tensor.ours[0]] = read(tensor.ours[0])
         return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
 
-    files, left = _companions(source, model, {**config, **_token_ids(tokenizer)}, tokenizer, list(types.values()))
+    stops = tokenizer.delimiters.stops
+    ids = {"bos_token_id": None, "eos_token_id": stops[0] if len(stops) == 1 else list(stops)}
+    files, left = _companions(source, model, {**config, **ids}, tokenizer, list(types.values()))
     with _made_aside(to) as folder:
         write_tensors(folder, planned, value, shard_bytes)
         for name, content in files.items():
@@ -154,15 +138,11 @@ def write_hf(
 
 
 def write_checkpoint(
-    to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Progress, source: Path | None = None
+    to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Callable[[], object], source: Path
 ) -> list[str]:
     """Write a folder that holds the checkpoint of step 0 of a job, without state of an optimizer.
 
-    dtype: of all tensors; None keeps what they are stored in.  source: the folder that the weights are of. Returns the
-    names of files of a Hugging Face folder that the checkpoint does not keep.
-
-    Raises:
-        CheckpointError: something cannot be read or written.
+    As `write_hf`; returns the names of files of a Hugging Face folder that the checkpoint does not keep.
     """
     tensors = {
         MODEL + name: torch.empty(shape, dtype=dtype or weights.dtype(name), device="meta")
@@ -175,63 +155,57 @@ def write_checkpoint(
         return tensor
 
     known, copies = identify(job.tokenizer)
-    trained = source is not None and is_trained(source)
-    rest = {"config": dict(job.table), "step": 0, "tokenizer": known, "trained": trained}
-    snapshot = Snapshot(tensors, _Lazy(tensors, value), {}, None, rest)
+    rest = {"config": dict(job.table), "step": 0, "tokenizer": known, "trained": is_trained(source)}
+    snapshot = Snapshot(tensors, _Made(value), {}, None, rest)
     with _made_aside(to) as folder:
         checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1, copies=copies)
         checkpointer.write(0, snapshot, time.perf_counter())
     others, left = _beside(source)
-    return sorted({*others, *left} - {*copies, HF_CONFIG})
+    return sorted({*others, *left} - {*copies, folders.HF_CONFIG})
 
 
 def _companions(
     source: Path | None, model: Model, config: Mapping[str, Any], tokenizer: Tokenizer, dtypes: Sequence[torch.dtype]
 ) -> tuple[dict[str, Content], list[str]]:
-    """The files of a new folder beside its weights, and the names of those of the source that are left out.
-
-    config: ours, with the ids of the tokenizer.  dtypes: of the tensors.
-    """
+    """(files of a new folder beside its weights, names of those of the source that are left out). config: ours."""
     carried, left = _beside(source)
     passed_on = dict(tokenizer.hf_files() or {})
     former = made_tokenizer(source) if source is not None else None
     formers = former.files() if former is not None else {}
     same = former is None or formers == tokenizer.files()
-    other = sorted(carried.keys() & formers.keys() - passed_on.keys() - {HF_CONFIG})
+    other = carried.keys() & formers.keys() - passed_on.keys() - {folders.HF_CONFIG}
     files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
     files |= passed_on
     trained = source is not None and is_trained(source)
     if trained and tokenizer.delimiters.before:
         ids = ", ".join(map(str, tokenizer.delimiters.before))
         log.warning(f"the weights were trained without the ids ({ids}) that transformers and lm-eval put before a text")
-    ends = [tokenizer.end] if trained or not same or _other_end(former, tokenizer) else []
-    widest = max(dtypes, key=lambda one: one.itemsize)
-    words, own = [*map(_word, dtypes)], {**config, "torch_dtype": _word(widest)}
-    published = carried.get(HF_CONFIG, passed_on.get(HF_CONFIG))
-    files[HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=same)
+    other_end = trained or not same
+    if not other_end and former is not None and former.config != tokenizer.config:
+        try:
+            other_end = former.end != tokenizer.end
+        except DataError:  # the former one does not say how documents end
+            other_end = True
+    ends = [tokenizer.end] if other_end else []
+    words = [str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -dtype.itemsize)]
+    published = carried.get(folders.HF_CONFIG, passed_on.get(folders.HF_CONFIG))
+    own = {**config, "torch_dtype": words[0]}  # the widest
+    files[folders.HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=same)
     if trained and (generation := files.get(GENERATION)) is not None:
         files[GENERATION] = _ending(generation, ends)
     return files, sorted({*left, *other})
 
 
-def _other_end(former: Tokenizer | None, tokenizer: Tokenizer) -> bool:
-    """Whether documents end in another way than the tokenizer of the weights says, which may say nothing."""
-    try:
-        return former is not None and former.config != tokenizer.config and former.end != tokenizer.end
-    except DataError:
-        return True
-
-
 def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
     """Of a Hugging Face folder, the small files that are no weights, and the names of the others; else nothing."""
-    if source is None or not is_hf(source):
+    if source is None or not folders.is_hf(source):
         return {}, []
     small, others = {}, set()
     for file in sorted(file for file in source.rglob("*") if file.is_file()):
         name = file.relative_to(source).as_posix()
         if name.startswith("."):
             others.add(name.partition("/")[0])
-        elif is_weights(file):
+        elif any(map(file.match, WEIGHTS)):
             others |= set() if name.startswith("model") else {name}  # in another format
         elif file.stat().st_size > MOST_BYTES or leads_outside(source, file) or not os.access(file, os.R_OK):
             others.add(name)
@@ -247,11 +221,11 @@ def _config_json(
 ) -> Content:  # fmt: skip
     """The config.json to write: the published one, if there is one and it is of this model; else ours, with its ids.
 
-    dtypes: of the tensors.  ends: ids at which generation has to stop too.  keep_ids: the tokenizer is the published
-    one.
+    ends: ids at which generation has to stop too.  keep_ids: the tokenizer is the published one.
     """
     theirs = {} if published is None else _table(published)
-    ids = _only(theirs if keep_ids else ours, TOKEN_IDS)
+    with_ids = theirs if keep_ids else ours
+    ids = {key: with_ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in with_ids}
     about = _table(_ending({**(theirs if _is_of(theirs, model) else ours), **ids}, ends))
     dtype = "dtype" if "dtype" in about else "torch_dtype"
     if dtype in about and about[dtype] not in dtypes:
@@ -264,17 +238,8 @@ def _ending(content: Content, ends: Sequence[int]) -> Content:
     table = _table(content)
     ids = table.get("eos_token_id")
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    more = [end for end in ends if end not in known]
-    every = [*more, *known]
-    return {**table, "eos_token_id": every if len(every) > 1 else every[0]} if more else content
-
-
-def _only(table: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: table[key] for key in keys if key in table}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    every = [*(end for end in ends if end not in known), *known]
+    return content if every == known else {**table, "eos_token_id": every if len(every) > 1 else every[0]}
 
 
 def _is_of(config: Mapping[str, Any], model: Model) -> bool:
@@ -287,30 +252,18 @@ def _is_of(config: Mapping[str, Any], model: Model) -> bool:
     return own is not None and theirs is not None and theirs == model.from_hf(own)
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Ids that transformers reads in a config.json."""
-    stops = tokenizer.delimiters.stops
-    return {"bos_token_id": None, "eos_token_id": stops[0] if len(stops) == 1 else list(stops)}
-
-
 def _table(content: Content) -> dict[str, Any]:
     return dict(json.loads(content) if isinstance(content, bytes) else content)
 
 
-class _Lazy(Mapping[str, Tensor]):
+class _Made(dict[str, Tensor]):
     """Values that are made each time they are asked for."""
 
-    def __init__(self, names: Mapping[str, Tensor], value: Callable[[str], Tensor]) -> None:
-        self._names, self._value = names, value
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make = make
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._value(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def __missing__(self, name: str) -> Tensor:
+        return self._make(name)
 
 
 @contextmanager
@@ -335,12 +288,7 @@ def _made_aside(to: Path) -> Iterator[Path]:
 
 
 def _new_folder(to: Path) -> Path:
-    """The folder that `--output` means, as an absolute path without links, `.` and `..`; absent, or empty.
-
-    Raises:
-        ConfigError: it is no folder, holds something, or is the one this process works in, which would be replaced.
-        CheckpointError: it cannot be read.
-    """
+    """The folder that `--output` means, as an absolute path without links, `.` and `..`; absent, or empty."""
     path = Path(os.path.realpath(to))
     try:
         if os.path.lexists(path) and not path.is_dir():
@@ -348,8 +296,7 @@ def _new_folder(to: Path) -> Path:
         if path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"--output {to}: {path} is not empty; name a new folder")
         if path == Path.cwd():
-            what = f"{path} is the working directory; name a new folder, such as {to}/new"
-            raise ConfigError(f"--output {to}: {what}")
+            raise ConfigError(f"--output {to}: {path} is the working directory; name a new folder, such as {to}/new")
     except OSError as error:
         raise by_errno(error, CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}")) from error
     return path

@@ -13,9 +13,6 @@ from titan.errors import EXIT_FAILED, CheckpointError, TitanError, UnreadableErr
 
 T = TypeVar("T")
 
-LAST = 1
-"""Tag of a message that is never sent."""
-
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -33,8 +30,7 @@ class RankFailure(CheckpointError):
 class Ranks:
     """All ranks, over a gloo group of their own: a save in the background must not meet training's collectives.
 
-    Made by all ranks together; without a process group it is this process alone.
-    patience: seconds a rank waits for another.
+    Made by all ranks together; without a process group it is this process alone.  patience: seconds a rank waits.
     """
 
     def __init__(self, rank: int, size: int, patience: float = 1800.0) -> None:
@@ -46,11 +42,7 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Of all of them; None: this rank is alone.
-
-        Raises:
-            RuntimeError: this rank has left.
-        """
+        """Of all of them; None: this rank is alone. Raises a RuntimeError where it has left."""
         if self._left:
             raise RuntimeError("this rank has left the group for checkpoints")
         return self._group
@@ -58,8 +50,8 @@ class Ranks:
     def connect(self) -> None:
         """Exchange something with each rank that a save exchanges something with, so that all connections are there.
 
-        Gloo connects two ranks when they first exchange data, and one of them waits for the other to begin. It would
-        wait a minute and more for a rank that is gone or has left, as no connection is there that could be closed.
+        Gloo connects two ranks when they first exchange data. One would then wait a minute and more for a rank that is
+        gone or has left, as no connection is there that could be closed.
         """
         self.gather_first(None)
         self.first(lambda: None)
@@ -68,18 +60,18 @@ class Ranks:
         """After a collective failed, as a rank is gone: close the connections, so that all others fail too.
 
         They would wait for this rank, as long as their patience lasts. Gloo closes all connections of a group where a
-        receive is late. Nobody sends what is waited for here. To destroy the group would close them too, but it waits,
+        receive is late; nobody sends what is waited for here. To destroy the group would close them too, but it waits,
         holding the GIL, for a thread that may need the GIL to end (2.13).
         """
         for neighbor in {(self.rank + 1) % self.size, (self.rank - 1) % self.size} - {self.rank}:
             with contextlib.suppress(RuntimeError):
-                late = dist.irecv(torch.empty(1), group=self.group, group_src=neighbor, tag=LAST)
+                late = dist.irecv(torch.empty(1), group=self.group, group_src=neighbor, tag=1)
                 assert late is not None
                 late.wait(timedelta(milliseconds=1))
         self._left = True
 
     def go_on_with(self, ranks: Sequence[int]) -> None:
-        """From now on only these, rank 0 among them; called by each of them. They are counted anew, in this order."""
+        """From now on only these, rank 0 among them, counted anew in this order; called by each of them."""
         self._former.append(self._group)  # see `leave`
         self._group = dist.new_group(list(ranks), self._wait, backend="gloo")
         self.rank, self.size, self._left = dist.get_rank(self._group), len(ranks), False
@@ -111,21 +103,17 @@ class Ranks:
         return cast(T, received[0])
 
     def each(self, act: Callable[[], T]) -> T:
-        """Act on every rank; returns what it returned on this one.
-
-        Raises:
-            RankFailure: it failed on some rank, raised on all ranks.
-        """
+        """Act on every rank; returns what it returned on this one. A failure is raised on all, as a RankFailure."""
         value: T | None = None
         failure: Exception | None = None
         try:
             value = act()
         except Exception as error:
             failure = error
-        troubles = [trouble for trouble in self.gather(_told(failure, self.rank)) if trouble is not None]
-        if troubles:
-            full = [trouble for trouble in troubles if trouble[1]]
-            raise RankFailure(*(full or troubles)[0]) from failure
+        failures = [each for each in self.gather(_described(failure, self.rank)) if each is not None]
+        if failures:
+            full = [each for each in failures if each[1]]
+            raise RankFailure(*(full or failures)[0]) from failure
         return cast(T, value)
 
     def first(self, act: Callable[[], T]) -> T:
@@ -136,7 +124,7 @@ class Ranks:
         return cast(T, values[0])
 
 
-def _told(error: Exception | None, rank: int) -> tuple[str, bool, bool, int] | None:
+def _described(error: Exception | None, rank: int) -> tuple[str, bool, bool, int] | None:
     """What the `RankFailure` of an error is made of, fit to be sent to other ranks."""
     if error is None:
         return None

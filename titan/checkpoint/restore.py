@@ -5,11 +5,12 @@ Imported at first use, as DTensor is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +20,18 @@ from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index as indexes
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST, Index, StoredTensor
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, TECHNIQUES, Index, StoredTensor
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import TECHNIQUES, Place, Stacks, firsts, model_tensors, rejoin, trained
+from titan.checkpoint.state import Place, Stacks, Trained, firsts, local_part, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 from titan.log import log
 
-if TYPE_CHECKING:
-    from titan.contracts import ModelPart
-
 _SHOWN = 10
-_NOWHERE = Place("", 0, 0, "mean")
 _ALL_ALIKE = Place("workers", 0, 1, "mean")
 _TOGETHER = 1 << 27
 """Numbers that are read of one rank after the other and added up, in float64: a file is opened once for all of them."""
-
-WEIGHTS = "weights"
-"""The table in a technique's state with weights that may be used in place of the trained ones."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +44,13 @@ class Saved:
 
     @classmethod
     def open(cls, path: Path, ranks: Ranks) -> Saved:
-        """Verify every file against the manifest, each rank a share of them; rank 0 reads what the checkpoint says.
-
-        Raises:
-            CheckpointError: it is damaged, cannot be read, or is of a format this version does not know; on all ranks.
-        """
+        """Verify every file against the manifest, each rank a share of them; rank 0 reads what the checkpoint says."""
         entries = ranks.first(lambda: folders.check_sizes(path))
-        mine = manifest.share(entries, ranks.rank, ranks.size)
-        faults = ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine)))
-        found = [fault for some in faults for fault in some]
-        if found:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
+        by_size = sorted(entries, key=lambda name: (-entries[name].size, name))
+        mine = by_size[ranks.rank :: ranks.size]  # about as many bytes as any other rank
+        faults = [*chain(*ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine))))]
+        if faults:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
         others = ranks.first(lambda: manifest.unlisted(path, entries))
         if others and ranks.rank == 0:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
@@ -73,17 +64,14 @@ class Saved:
         return {name: one.of(0) if one.stacked else one for name, one in self.index.tensors.items()}
 
     def with_weights_of(self, technique: str) -> Saved:
-        """The same with the weights that a technique keeps in place of those that were trained; "": itself.
-
-        Raises:
-            CheckpointError: the technique keeps none; names those that do.
-        """
+        """The same with the weights that a technique keeps in place of those that were trained; "": itself."""
         if not technique:
             return self
         kept: dict[str, dict[str, StoredTensor]] = {}
         for name, entry in self.index.tensors.items():
-            owner, _, parameter = name.removeprefix(f"{REST}{TECHNIQUES}.").partition(f".{WEIGHTS}.")
-            if name.startswith(f"{REST}{TECHNIQUES}.") and parameter and "." not in owner:
+            # The table `weights` in a technique's state has weights that may be used in place of the trained ones.
+            owner, _, parameter = name.removeprefix(f"{PREFIX}.").partition(".weights.")
+            if name.startswith(f"{PREFIX}.") and parameter and "." not in owner:
                 kept.setdefault(owner, {})[MODEL + parameter] = entry
         if technique not in kept:
             whose = f"those of {', '.join(sorted(kept))}" if kept else "none but those that were trained"
@@ -97,84 +85,66 @@ class Saved:
     def read(self, into: Mapping[str, Tensor], ranks: Ranks, places: Mapping[str, Place] | None = None) -> None:
         """Fill tensors in place, all ranks together; each reads its shards.
 
-        Of tensors that ranks had each of their own, this rank gets its own where as many ranks have one now, and else
-        their mean, or its share of their sum.
-        places: by name, of those that this rank is to have of its own.
-
-        Raises:
-            CheckpointError: one cannot be read, on some rank.
+        places: by name, of those that this rank is to have of its own. Of what ranks had each of their own, it gets its
+            own where as many ranks have one now, and else their mean, or its share of their sum.
         """
         ranks.each(lambda: self._read(into, places or {}))
 
     def _read(self, into: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-        stored, joined = dict(self.index.tensors), dict[str, tuple[int, Place]]()
+        stored = dict(self.index.tensors)
+        joined: dict[int, dict[str, int]] = {}  # ranks that saved one each -> name -> what to divide their sum by
         for name in (name for name, tensor in into.items() if tensor.numel()):
-            saved, place = stored[name].shape[0] if stored[name].stacked else 1, places.get(name, _NOWHERE)
-            if stored[name].stacked and saved == place.ranks:
+            saved, place = _saved_by(stored[name]), places.get(name)
+            if stored[name].stacked and place and saved == place.ranks:
                 stored[name] = stored[name].of(place.rank)
-            elif stored[name].stacked or (place.join == "sum" and place.ranks > 1):
-                joined[name] = saved, place
-        whole = {name: tensor for name, tensor in into.items() if name not in joined}
+            elif stored[name].stacked or (place and place.join == "sum" and place.ranks > 1):
+                joined.setdefault(saved, {})[name] = place.ranks if place and place.join == "sum" else saved
+        whole = {name: tensor for name, tensor in into.items() if not any(name in parts for parts in joined.values())}
         storage.read(self.path, whole, replace(self.index, tensors=stored))
-        for saved, names in _alike({name: (before, into[name]) for name, (before, _) in joined.items()}):
-            parts = [saved if joined[name][1].join == "mean" else joined[name][1].ranks for name in names]
-            self._read_joined({name: into[name] for name in names}, saved, parts)
+        for saved, parts in sorted(joined.items()):
+            group, numbers = dict[str, Tensor](), 0
+            for name in parts:
+                size = local_part(into[name]).numel()
+                if group and numbers + size > _TOGETHER:
+                    self._read_joined(group, saved, parts)
+                    group, numbers = {}, 0
+                group[name], numbers = into[name], numbers + size
+            self._read_joined(group, saved, parts)
 
-    def _read_joined(self, into: Mapping[str, Tensor], saved: int, parts: Sequence[int]) -> None:
+    def _read_joined(self, into: Mapping[str, Tensor], saved: int, parts: Mapping[str, int]) -> None:
         """Fill tensors with the sum over those that `saved` ranks had, divided by `parts`; of integers, the first."""
         ones = {name: torch.empty_like(tensor) for name, tensor in into.items()}
-        totals = [torch.zeros_like(_values(tensor), dtype=torch.float64) for tensor in into.values()]
+        totals = {name: torch.zeros_like(local_part(one), dtype=torch.float64) for name, one in ones.items()}
         for rank in range(saved):
             stored = {name: self.index.tensors[name] for name in into}
             stored = {name: entry.of(rank) if entry.stacked else entry for name, entry in stored.items()}
             storage.read(self.path, ones, replace(self.index, tensors=stored))
-            for total, one in zip(totals, ones.values(), strict=True):
-                total += _values(one) if one.is_floating_point() or not rank else 0
-        for tensor, total, part in zip(into.values(), totals, parts, strict=True):
-            _values(tensor).copy_(total / part if tensor.is_floating_point() else total)
+            for name, one in ones.items():
+                totals[name] += local_part(one) if one.is_floating_point() or not rank else 0
+        for name, total in totals.items():
+            local_part(into[name]).copy_(total / parts[name] if into[name].is_floating_point() else total)
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A plain tensor to read one of its tensors into.
-
-        Raises:
-            CheckpointError: there is none of that name.
-        """
+        """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
         entry = self.tensors.get(name)
         if entry is None:
-            raise CheckpointError(
-                f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
-            )
+            told = f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
+            raise CheckpointError(told)
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
-def _alike(joined: Mapping[str, tuple[int, Tensor]]) -> Iterator[tuple[int, list[str]]]:
-    """(ranks that saved one each, names of tensors) in groups of at most `_TOGETHER` numbers, or of one tensor."""
-    for saved in sorted({saved for saved, _ in joined.values()}):
-        group: list[str] = []
-        numbers = 0
-        for name, (before, tensor) in joined.items():
-            if before == saved:
-                if group and numbers + _values(tensor).numel() > _TOGETHER:
-                    yield saved, group
-                    group, numbers = [], 0
-                group, numbers = [*group, name], numbers + _values(tensor).numel()
-        yield saved, group
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _saved_by(stored: StoredTensor) -> int:
+    """How many ranks saved one each."""
+    return stored.shape[0] if stored.stacked else 1
 
 
 def load(
     saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
-    states: Mapping[str, Any] | None = None, stacks: Stacks | None = None, changed: Sequence[str] = (),
+    states: Mapping[str, Any] | None, stacks: Stacks, changed: Sequence[str],
 ) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
 
     states, changed: see `Checkpointer.load`.  stacks: of this run's mesh.
-
-    Raises:
-        CheckpointError: it cannot be read or does not fit.
     """
     holders, updated = model_tensors(parts), trained(parts, optimizer)
     weights = firsts(holders)
@@ -184,44 +154,26 @@ def load(
     rest, others = _rest(saved, states, ranks)
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
-    places = stacks.places(into, states or {}) if stacks else {}
+    places = stacks.places(into, states or {})
     _tell_joined(saved, into, places)
     saved.read(into, ranks, places)
     _copy_to_others(holders)
-    _give(optimizer, updated, slots, _numbers(saved, stacks or Stacks(None)))
+    workers = max((_saved_by(saved.index.tensors[name]) for name in saved.tensors if name.startswith(MODEL)), default=1)
+    mine = "" if workers == 1 else stacks.numbered("", workers)
+    numbers = saved.state["values"].items()
+    _give(optimizer, updated, slots, {name.removeprefix(mine): n for name, n in numbers if name.startswith(mine)})
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
 
 
-def _numbers(saved: Saved, stacks: Stacks) -> dict[str, Any]:
-    """`NAME.SLOT` -> number of the optimizer's state for this rank."""
-    workers = max((one.shape[0] for name, one in saved.index.tensors.items() if _of_worker(name, one)), default=1)
-    values = saved.state["values"]
-    if workers == 1:
-        return dict(values)
-    mine = stacks.numbered("", workers)
-    return {name.removeprefix(mine): value for name, value in values.items() if name.startswith(mine)}
-
-
-def _of_worker(name: str, stored: StoredTensor) -> bool:
-    return name.startswith(MODEL) and stored.stacked
-
-
 def _tell_joined(saved: Saved, into: Iterable[str], places: Mapping[str, Place]) -> None:
-    """Say once of each axis that its ranks' own tensors become those of more or fewer ranks.
-
-    into: names of what is loaded.
-    """
-    changes = set()
-    for name in into:
-        before = saved.index.tensors[name].shape[0] if saved.index.tensors[name].stacked else 1
-        place = places.get(name, _ALL_ALIKE)
-        changes |= {(before, place.ranks, place.axis, place.join)} if before != place.ranks else set()
+    """Say once of each axis that its ranks' own tensors, `into` of them, become those of more or fewer ranks."""
+    loaded = [(_saved_by(saved.index.tensors[name]), places.get(name, _ALL_ALIKE)) for name in into]
+    changes = {(before, place.ranks, place.axis, place.join) for before, place in loaded if before != place.ranks}
     for before, now, axis, join in sorted(changes):
         what = {"mean": "their mean goes to each", "sum": "their sum is shared among"}[join]
-        ranks = "1 rank" if before == 1 else f"{before} ranks"
-        log.info(f"{axis}: {ranks} had tensors of their own; {what} of {now}")
+        log.info(f"{axis}: {before} rank{'s'[: before != 1]} had tensors of their own; {what} of {now}")
 
 
 def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Any, dict[str, Tensor]]:
@@ -236,28 +188,21 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
     tensors: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
-        return tensors.setdefault(name, _allocated(saved, name, mine.get(name)))
+        """To read one into: sharded as a technique's is now, or else whole and on the CPU."""
+        like = mine.get(name)
+        if not isinstance(like, DTensor):
+            return tensors.setdefault(name, saved.empty(name))
+        stored = saved.empty(name, "meta")
+        if stored.shape != like.shape:
+            shapes = f"{list(stored.shape)} there, {list(like.shape)} here"
+            raise CheckpointError(f"checkpoint {saved.path} does not fit: {name} ({shapes})")
+        return tensors.setdefault(name, torch.empty_like(like.detach(), dtype=stored.dtype))
 
     return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
 
 
-def _allocated(saved: Saved, name: str, like: Tensor | None) -> Tensor:
-    """A tensor to read one of the rest into: sharded as a technique's is now, or else whole and on the CPU."""
-    if not isinstance(like, DTensor):
-        return saved.empty(name)
-    stored = saved.empty(name, "meta")
-    if stored.shape != like.shape:
-        shapes = f"{list(stored.shape)} there, {list(like.shape)} here"
-        raise CheckpointError(f"checkpoint {saved.path} does not fit: {name} ({shapes})")
-    return torch.empty_like(like.detach(), dtype=stored.dtype)
-
-
-def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique: str = "") -> None:
-    """Fill the parts' tensors alone from a checkpoint, with the weights that a technique keeps, if one is named.
-
-    Raises:
-        CheckpointError: it cannot be read or does not fit.
-    """
+def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique: str) -> None:
+    """Fill the parts' tensors alone, as `load` does, with the weights that a technique keeps, if one is named."""
     saved = Saved.open(path, ranks).with_weights_of(technique)
     holders = model_tensors(parts)
     weights = firsts(holders)
@@ -267,40 +212,35 @@ def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique
 
 
 def _copy_to_others(holders: Mapping[str, Sequence[Tensor]]) -> None:
-    """Give what was read into the first holder of each name to the others of this rank."""
     for first, *others in holders.values():
         for other in others:
             other.copy_(first)
 
 
 def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count.
+    """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count."""
+    there = {name.removeprefix(MODEL): each.shape for name, each in saved.tensors.items() if name.startswith(MODEL)}
+    here = {name.removeprefix(MODEL): tensor.shape for name, tensor in weights.items()}
+    everyone = ranks.gather_first(here)
 
-    Raises:
-        CheckpointError: a tensor is absent, left over or of another shape.
-    """
-    there = {name: entry.shape for name, entry in saved.tensors.items() if name.startswith(MODEL)}
-    absent = [name for name in weights if name not in there]
-    unlike = [
-        f"{name.removeprefix(MODEL)} ({list(there[name])} there, {list(tensor.shape)} here)"
-        for name, tensor in weights.items()
-        if name in there and there[name] != tensor.shape
-    ]
-    everyone = ranks.gather_first((absent, unlike, list(weights)))
-    told = ranks.first(lambda: _misfits(there, everyone))
-    if told:
-        raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {'; '.join(told)}")
+    def misfits() -> str:
+        wanted = {*chain(*everyone)}
+        unlike = {
+            f"{name} ({list(there[name])} there, {list(shape)} here)"
+            for name, shape in chain(*(each.items() for each in everyone))
+            if there.get(name, shape) != shape
+        }
+        return listed_faults({
+            "it lacks": wanted - there.keys(), "the model lacks": there.keys() - wanted, "shapes differ in": unlike
+        })  # fmt: skip
+
+    if faults := ranks.first(misfits):
+        raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {faults}")
 
 
-def _misfits(there: Mapping[str, object], found: Sequence[tuple[list[str], list[str], list[str]]]) -> list[str]:
-    """What to tell, from (absent, of another shape, wanted) of each rank; nothing where the model fits."""
-    wanted = {name for *_, names in found for name in names}
-    faults = {
-        "it lacks": {name.removeprefix(MODEL) for names, *_ in found for name in names},
-        "the model lacks": {name.removeprefix(MODEL) for name in there.keys() - wanted},
-        "shapes differ in": {text for _, texts, _ in found for text in texts},
-    }
-    return [f"{what} {listed(names)}" for what, names in faults.items() if names]
+def listed_faults(faults: Mapping[str, Iterable[str]]) -> str:
+    """Each kind of fault with the names it is about, without those that are of none; empty where there are none."""
+    return "; ".join(f"{what} {listed(names)}" for what, names in faults.items() if names)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -312,7 +252,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
-    if before is not None and before != now:
+    if before not in (None, now):
         why = f" ({'; '.join(changed)})" if changed else ""
         raise CheckpointError(
             f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}{why}; "
@@ -321,13 +261,9 @@ def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, changed: Se
 
 
 def _empty_slots(
-    saved: Saved,
-    updated: Mapping[str, tuple[Tensor, dict[str, Any]]],
-    make: Callable[..., Tensor],
+    saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Parameter -> slot -> tensor to read into, for all optimizer state the checkpoint has of these parameters.
-
-    make: as `torch.empty_like`.
 
     Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step. State in
     the dtype that the weights had there gets the one that they have here, as an optimizer makes it.
@@ -349,19 +285,17 @@ def _empty_slots(
 
 
 def _give(
-    optimizer: torch.optim.Optimizer,
-    updated: Mapping[str, Sequence[tuple[Tensor, dict[str, Any]]]],
-    slots: dict[str, dict[str, Any]],
-    values: Mapping[str, Any],
-) -> None:
+    optimizer: torch.optim.Optimizer, updated: Mapping[str, Sequence[Trained]],
+    slots: dict[str, dict[str, Any]], values: Mapping[str, Any],
+) -> None:  # fmt: skip
     """Hand state to the optimizer, to each holder of a parameter its own."""
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")
         if parameter in updated:
             slots.setdefault(parameter, {})[slot] = value
-    for parameter, one in slots.items():
+    for parameter, state in slots.items():
         (first, _), *others = updated[parameter]
-        optimizer.state[first] = one
+        optimizer.state[first] = state
         for other, _ in others:
-            copies = {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in one.items()}
+            copies = {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in state.items()}
             optimizer.state[other] = copies

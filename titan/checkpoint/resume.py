@@ -7,9 +7,8 @@ a run is carried out leave the curve as it is, and are not mentioned.
 A key or section that the saved job lacks counts as having its default.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from titan.config.defaults import filled
 from titan.config.sections import declared_tables
@@ -37,13 +36,11 @@ MEANING = {
     "train.steps": "the run now ends at that step; a schedule that depends on the last step changes from here on",
     "train.global_batch_size": "the next step takes that many samples",
 }
-ANOTHER_MODEL = "restore the old value, or set another --run.name"
 FROM_HERE_ON = "takes effect at the next step"
 NEW_RUNS = "sets what a new run begins with; the state in the checkpoint takes precedence"
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """What has changed since a checkpoint: sentences for the start of the run, and whether the samples are others.
 
     updates: keys with both values that may explain why the optimizer's state is another.
@@ -66,32 +63,33 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokeni
     changes = list(differences(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
     section = now["checkpoint"]
+    differ = "the samples differ from those of the checkpoint"
     refused = [
-        ConfigIssue("", f"{_sentence(change)}: the checkpoint is of another model; {ANOTHER_MODEL}")
+        f"{_sentence(change)}: the checkpoint is of another model; restore the old value, or set another --run.name"
         for change in changes
         if _in(change, FIXED)
     ]
     if other_data and not section["reset_data"]:
         keys = [_sentence(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
         why = ", ".join(keys) or f"{'the tokenizer' if other_tokenizer else 'files of the datasets'} changed"
-        what = "the samples differ from those of the checkpoint"
-        refused.append(
-            ConfigIssue(
-                "", f"{what} ({why}); set checkpoint.reset_data = true to keep the weights and restart the data"
-            )
-        )
+        mend = "set checkpoint.reset_data = true to keep the weights and restart the data"
+        refused.append(f"{differ} ({why}); {mend}")
     if other_tokenizer and not section["change_tokenizer"]:
-        refused.append(ConfigIssue("", other_tokenizer))
+        refused.append(other_tokenizer)
     if refused:
-        raise ConfigError(refused)
+        raise ConfigError([ConfigIssue("", sentence) for sentence in refused])
+    changes = [change for change in changes if _takes_effect(change, saved.get("step", 0))]
     meaning = {**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}
-    changes = [change for change in changes if _takes_effect(change) and not _is_past(change, saved)]
     said = [f"{_sentence(change)}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
     if other_tokenizer:
         said.append(other_tokenizer)
     if other_data:
-        said.append("the samples differ from those of the checkpoint; the data restarts at its first sample")
-    return Changes(tuple(said), other_data, tuple(map(_sentence, _of_updates(changes))))
+        said.append(f"{differ}; the data restarts at its first sample")
+    # Of techniques and of the optimizer; of these its name alone, where that is another.
+    name = f"{Optimizer.section}.name"
+    own = name if any(change.key == name for change in changes) else f"{Optimizer.section}."
+    updates = [_sentence(change) for change in changes if _in(change, (own, f"{Technique.section}."))]
+    return Changes(tuple(said), other_data, tuple(updates))
 
 
 def _sentence(change: Difference) -> str:
@@ -108,25 +106,15 @@ def _initial(now: Table) -> Iterator[str]:
         yield from (".".join(map(str, (*path, each.key))) for each in options_of(config) if each.spec.initial)
 
 
-def _of_updates(changes: Sequence[Difference]) -> Iterator[Difference]:
-    """Changes of techniques and of the optimizer; of these its name alone, where that is another."""
-    name = f"{Optimizer.section}.name"
-    own = name if any(change.key == name for change in changes) else f"{Optimizer.section}."
-    yield from (change for change in changes if _in(change, (own, f"{Technique.section}.")))
-
-
-def _takes_effect(change: Difference) -> bool:
+def _takes_effect(change: Difference, step: int) -> bool:
+    if change.key == "train.steps" and change.now <= step:  # it leaves nothing to do, which the end of the run tells
+        return False
     section, _, rest = change.key.partition(".")
     if section == Technique.section:
         name = rest.partition(".")[0]
         technique = registry.find(Technique.kind, name)
         return name != "path" and not getattr(technique, "preserves_numerics", False)
     return not _in(change, (*FREE, *DATA))
-
-
-def _is_past(change: Difference, saved: Mapping[str, Any]) -> bool:
-    """Whether a change of the last step leaves nothing to do, which the end of the run tells."""
-    return change.key == "train.steps" and change.now <= saved.get("step", 0)
 
 
 def _shown(value: Any) -> str:

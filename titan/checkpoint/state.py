@@ -7,24 +7,19 @@ the whole model, so neither stages nor shards show in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
-from titan.contracts.base.mesh import Mesh
-from titan.contracts.technique import Alike, Own, PerRank
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, REST, TECHNIQUES
+from titan.contracts import Alike, Mesh, ModelPart, Own, PerRank
 from titan.errors import CheckpointError, PluginError
 
-if TYPE_CHECKING:
-    from titan.contracts import ModelPart
-
 T = TypeVar("T")
+Trained = tuple[Tensor, dict[str, Any]]
 
-TECHNIQUES = "techniques"
-"""The table of the rest that holds techniques' state."""
 TENSOR, _OWN = "$tensor", "$own"
 
 
@@ -32,8 +27,7 @@ TENSOR, _OWN = "$tensor", "$own"
 class Snapshot:
     """One rank's state at one step.
 
-    tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard; of one
-        that is stacked, [1, ...]).
+    tensors: what is saved, for shape and placement.  local: this rank's values (a shard; of a stacked one [1, ...]).
     values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor; of workers `WORKER.NAME.SLOT`.
     optimizer: its class, None without its state.  rest: the other state as JSON, tensors replaced by where they stand.
     """
@@ -67,12 +61,10 @@ def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
     return {name: held[0] for name, held in holders.items()}
 
 
-def trained(
-    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
-) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
+def trained(parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, list[Trained]]:
     """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    holders: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
+    holders: dict[str, list[Trained]] = {}
     for part in parts:
         for name, parameter in part.parameters():
             if id(parameter) in groups:
@@ -86,76 +78,67 @@ def optimizer_state(
     """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
 
     Raises:
-        PluginError: something in it is neither tensor nor number, or a plain tensor where each rank has a shard.
+        PluginError: it holds neither tensor nor number, or a plain tensor where each rank has a shard.
     """
     tensors, values = {}, {}
+    kind = type(optimizer).__name__
     for name, (parameter, _) in firsts(trained(parts, optimizer)).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                _check_kind(optimizer, name, parameter, slot, value)
+                # A plain one is taken for one that all ranks hold alike; of the parameter's shape, it is loaded as it.
+                shard = local_part(parameter).shape
+                is_plain = hasattr(parameter, "to_local") and not hasattr(value, "to_local")
+                if is_plain and value.ndim and value.shape in (shard, parameter.shape):
+                    raise PluginError(
+                        f"{kind} keeps {slot!r} of {name} as a plain tensor {list(value.shape)}, but the parameter "
+                        f"{list(parameter.shape)} is a DTensor, of which this rank holds {list(shard)}: a "
+                        "checkpoint keeps one rank's plain state; make it with torch.zeros_like(parameter)"
+                    )
                 tensors[f"{OPTIMIZER}{name}.{slot}"] = value.detach()
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[f"{name}.{slot}"] = value
             else:
-                raise PluginError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of {name}: "
-                    "only tensors and numbers can be saved"
-                )
+                told = f"{kind} keeps a {type(value).__name__} as {slot!r} of {name}"
+                raise PluginError(f"{told}: only tensors and numbers can be saved")
     return tensors, values
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, slot: str, value: Tensor) -> None:
-    """A plain tensor is taken for one that all ranks hold alike, and what has the parameter's shape is loaded as it."""
-    if not hasattr(parameter, "to_local") or hasattr(value, "to_local") or not value.ndim:
-        return
-    shard = parameter.to_local().shape
-    if value.shape in (shard, parameter.shape):
-        raise PluginError(
-            f"{type(optimizer).__name__} keeps {slot!r} of {name} as a plain tensor {list(value.shape)}, but the "
-            f"parameter {list(parameter.shape)} is a DTensor, of which this rank holds {list(shard)}: a "
-            "checkpoint keeps one rank's plain state; make it with torch.zeros_like(parameter)"
-        )
-
-
 def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[str, Tensor]]:
-    """A nested state as a JSON value of its own, and the tensors that stood in it by where they stood.
+    """A nested state as a JSON value of its own, and its tensors by where they stood; a PluginError for all else."""
+    tensors: dict[str, Tensor] = {}
 
-    Raises:
-        PluginError: something in it is neither tensor nor JSON; names its place.
-    """
-    if isinstance(value, Tensor):
-        return {TENSOR: path}, {path: value.detach()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value, {}
-    if isinstance(value, Own):
-        return {_OWN: path, "keys": list(value)}, {f"{path}.{rank}.{key}": tensor for key, tensor in value.items()}
-    if isinstance(value, Mapping):
-        wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
-        if wrong:
-            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings without $")
-        below = {key: separate(item, rank, f"{path}.{key}") for key, item in value.items()}
-        return {key: plain for key, (plain, _) in below.items()}, _united(tensors for _, tensors in below.values())
-    if isinstance(value, (list, tuple)):
-        items = [separate(item, rank, f"{path}.{index}") for index, item in enumerate(value)]
-        return [plain for plain, _ in items], _united(tensors for _, tensors in items)
-    raise PluginError(f"state at {path} is a {type(value).__name__}: must be a tensor, number, string, list or table")
+    def keep(path: str, tensor: Tensor) -> None:
+        if path in tensors:
+            raise PluginError(f"two tensors of the state have the path {path}; keys must not contain dots")
+        tensors[path] = tensor.detach()
 
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, Own):
+            for key, tensor in value.items():
+                keep(f"{path}.{rank}.{key}", tensor)
+            return {_OWN: path, "keys": list(value)}
+        if isinstance(value, Tensor):
+            keep(path, value)
+            return {TENSOR: path}
+        if isinstance(value, Mapping):
+            wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
+            if wrong:
+                raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings without $")
+            return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        kind = type(value).__name__
+        raise PluginError(f"state at {path} is a {kind}: must be a tensor, number, string, list or table")
 
-def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    united: dict[str, Tensor] = {}
-    for tensors in found:
-        twice = united.keys() & tensors.keys()
-        if twice:
-            raise PluginError(f"two tensors of the state have the path {min(twice)}; keys must not contain dots")
-        united |= tensors
-    return united
+    return plain(value, path), tensors
 
 
 def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where: object, path: str = REST[:-1]) -> Any:
     """The inverse of `separate`; tuples come back as lists.
 
-    rank: whose `Own` tensors to take; None leaves those tables empty.  tensor: the one of a name.
-    where: the file, for messages.
+    rank: whose `Own` tensors to take; None leaves those tables empty.  tensor: the one of a name.  where: the file.
 
     Raises:
         CheckpointError: a tensor is said to stand elsewhere than where it belongs, where it could pass for another.
@@ -184,27 +167,19 @@ def rng_state(device: torch.device) -> Own:
 
 
 def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Take back what `rng_state` gave, for the devices that are here.
-
-    Raises:
-        CheckpointError: it is the state of no generator of this PyTorch.
-    """
+    """Take back what `rng_state` gave, for the devices here; raises a CheckpointError where it fits no generator."""
     try:
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
         if "cuda" in states and device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(
-            f"the random number generator state of the checkpoint cannot be restored: {error}"
-        ) from error
+        told = f"the random number generator state of the checkpoint cannot be restored: {error}"
+        raise CheckpointError(told) from error
 
 
 class Place(NamedTuple):
-    """Where a rank is among those that each have a tensor of their own, and what a load at another number gives them.
-
-    axis: along which they are.  join: see `PerRank`.
-    """
+    """Where a rank is along the axis whose ranks each have a tensor of their own.  join: see `PerRank`."""
 
     axis: str
     rank: int
@@ -213,7 +188,7 @@ class Place(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """A tensor [ranks, ...], seen from a rank that has one of these. own: that one, plain or a DTensor."""
+    """A tensor [ranks, ...], whose shape and dtype it has, of which this rank has `own`, plain or a DTensor."""
 
     own: Tensor
     rank: int
@@ -233,45 +208,39 @@ class Stacked(NamedTuple):
 class Stacks:
     """Which tensors each rank along an axis has of its own; a checkpoint has them as one, [ranks, ...].
 
-    With an axis whose ranks have weights of their own: weights, optimizer state, and what techniques do not say is
-    alike. On any mesh, what techniques say is each rank's.
+    What techniques declare to be each rank's; with an axis of workers also weights, optimizer state, and what
+    techniques do not declare alike.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
 
     def places(self, names: Iterable[str], techniques: Mapping[str, Any]) -> dict[str, Place]:
-        """Name -> this rank's place, of those tensors that ranks have each of their own.
-
-        techniques: their state, by name.
-        """
+        """Name -> this rank's place, of those tensors that ranks have each of their own. techniques: state by name."""
         if self._mesh is None:
             return {}
-        said = dict(_said(techniques, f"{REST}{TECHNIQUES}"))
-        found = {name: self._place_of(name, said.get(name), self._mesh) for name in names}
-        return {name: place for name, place in found.items() if place is not None}
+        declared = dict(_declared(techniques, PREFIX))
+        places = {name: self._place(name, declared.get(name), self._mesh) for name in names}
+        return {name: place for name, place in places.items() if place is not None}
 
     def check(self, techniques: Mapping[str, Any]) -> None:
-        """Hold what techniques say against the mesh.
+        """Raise a PluginError where ranks have state of their own along an axis, and workers weights of their own."""
+        self.places((name for name, _ in _declared(techniques, PREFIX)), techniques)
 
-        Raises:
-            PluginError: ranks have state of their own along an axis, and workers weights of their own.
-        """
-        self.places((name for name, _ in _said(techniques, f"{REST}{TECHNIQUES}")), techniques)
-
-    def _place_of(self, name: str, said: PerRank | Alike | None, mesh: Mesh) -> Place | None:
+    def _place(self, name: str, declared: PerRank | Alike | None, mesh: Mesh) -> Place | None:
         workers = mesh.layout.worker_axis
-        if isinstance(said, PerRank):
-            if workers and mesh.layout.degree(said.axis) > 1 and said.axis != workers:
-                at = f"mesh.{said.axis} = {mesh.layout.degree(said.axis)}"
-                what = f"mesh.{workers} = {mesh.layout.workers} gives ranks weights of their own; set one of them to 1"
-                raise PluginError(f"{name.removeprefix(REST)} is each rank's own along {at}, and {what}")
+        join: Literal["mean", "sum"] = "mean"
+        if isinstance(declared, PerRank):
+            axis, degree = declared.axis, mesh.layout.degree(declared.axis)
             if not workers:
-                return Place(said.axis, mesh.at(said.axis), mesh.layout.degree(said.axis), said.join)
-            if said.axis == workers:
-                return Place(workers, mesh.worker, mesh.workers, said.join)
-        if workers and not isinstance(said, Alike) and name.startswith((MODEL, OPTIMIZER, f"{REST}{TECHNIQUES}.")):
-            return Place(workers, mesh.worker, mesh.workers, "mean")
+                return Place(axis, mesh.at(axis), degree, declared.join)
+            if degree > 1 and axis != workers:
+                what = f"mesh.{workers} = {mesh.layout.workers} gives ranks weights of their own; set one of them to 1"
+                at = f"mesh.{axis} = {degree}"
+                raise PluginError(f"{name.removeprefix(REST)} is each rank's own along {at}, and {what}")
+            join = declared.join if axis == workers else join
+        if workers and not isinstance(declared, Alike) and name.startswith((MODEL, OPTIMIZER, f"{PREFIX}.")):
+            return Place(workers, mesh.worker, mesh.workers, join)
         return None
 
     def numbered(self, name: str, workers: int | None = None) -> str:
@@ -279,65 +248,65 @@ class Stacks:
 
         workers: that have saved it; the first one's, where they are not as many as there are now.
         """
-        now = 1 if self._mesh is None else self._mesh.workers
-        place = self._mesh.worker if self._mesh and workers in (None, now) else 0
-        return f"{place}.{name}" if (now if workers is None else workers) > 1 else name
+        now, worker = (1, 0) if self._mesh is None else (self._mesh.workers, self._mesh.worker)
+        workers = now if workers is None else workers
+        return f"{worker if workers == now else 0}.{name}" if workers > 1 else name
 
 
-def _said(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
-    """Name of a tensor -> the table that says of whom it is."""
+def _declared(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
+    """(name of a tensor, the table that says of whom it is)."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, PerRank | Alike):
             yield from ((f"{path}.{key}.{name}", value) for name in value)
         else:
-            yield from _said(value, f"{path}.{key}")
+            yield from _declared(value, f"{path}.{key}")
 
 
 def collect(
-    parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks | None = None
+    parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks
 ) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
     tensors = firsts(model_tensors(parts))  # first: it may put back what the optimizer's state is found by
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
     tensors |= slots | others
-    stacks = stacks or Stacks(None)
-    places = stacks.places(tensors, rest.get(TECHNIQUES, {}))
-    stacked = {name: place for name, place in places.items() if place.ranks > 1}
-    local = {name: _local(tensor)[None] if name in stacked else _local(tensor) for name, tensor in tensors.items()}
+    local = {name: _plain_part(tensor) for name, tensor in tensors.items()}
+    whole: dict[str, Tensor | Stacked] = {**tensors}
+    for name, place in stacks.places(tensors, rest.get(TECHNIQUES, {})).items():
+        if place.ranks > 1:
+            local[name], whole[name] = local[name][None], Stacked(tensors[name], place.rank, place.ranks)
     values = {stacks.numbered(name): value for name, value in values.items()}
-    united = tensors | {name: Stacked(tensors[name], place.rank, place.ranks) for name, place in stacked.items()}
-    return Snapshot(united, local, values, type(optimizer).__name__, plain)
+    return Snapshot(whole, local, values, type(optimizer).__name__, plain)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's own values, as a plain tensor: another type would need its package wherever they are read."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's own values of a tensor, plain or a DTensor."""
     # A DTensor is told by its shard: importing its class takes half a second that a run on one device need not spend.
-    values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _plain_part(tensor: Tensor) -> Tensor:
+    """The same as a plain tensor: another type would need its package wherever the values are read."""
+    values = local_part(tensor)
     if type(values) is Tensor:
         return values
     plain = torch.empty(values.shape, dtype=values.dtype)  # on the host: it may be larger than what is kept
-    plain.copy_(values)
-    return plain
+    return plain.copy_(values)
 
 
 class Aside:
-    """Copies from a GPU to host memory beside what it computes next, where its memory has room for a clone.
-
-    device: the GPU.  module: `torch.cuda`.
-    """
+    """Copies from a GPU to host memory beside what it computes next, where its memory has room for a clone."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self._device, self._module, self._stream = device, module, module.Stream(device)
         self._cloned = 0
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Begin to copy (to, from) pairs as they are now; training may then go on. Returns what waits for the copies.
-
-        Without memory for a clone, it returns when the copies are done.
-        """
+        """Copy (to, from) pairs as they are now; returns what waits for it, where there is memory for a clone."""
         computing, size = self._module.current_stream(self._device), sum(source.nbytes for _, source in pairs)
-        fits = size <= CLONE_SHARE * self._available()
+        # The rest of the memory is for a validation, or groups that first send now.
+        fits = size <= 0.8 * self._available()
         self._cloned = size if fits else 0
         clones = [(to, source.clone() if fits else source) for to, source in pairs]
         self._stream.wait_stream(computing)
@@ -354,42 +323,30 @@ class Aside:
         return finish
 
     def _available(self) -> float:
-        """Bytes of memory that PyTorch has not even cached, as the next step needs again what it has; but for the last
-        clone's, which is cached since."""
+        """Bytes that PyTorch has not even cached, as the next step needs those again; and the last clone's, cached."""
         cached: int = self._module.memory_reserved(self._device) - self._module.memory_allocated(self._device)
         free: int = self._module.mem_get_info(self._device)[0]
         return free + min(self._cloned, cached)
 
 
-CLONE_SHARE = 0.8
-"""Share of the available memory that a clone may take; the rest is for a validation, or groups that first send now."""
-
-
-@dataclass
 class Staging:
     """Host memory that snapshots are copied into; kept from save to save, because page-locked memory is slow to get."""
 
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    _aside: Aside | None = None
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self._aside: Aside | None = None
 
     def copy(self, snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
-        """The snapshot with values of its own in host memory, which training no longer changes.
-
-        They are there when the second has been called, from any thread.
-        """
-        self.buffers = {name: self._buffer(name, tensor) for name, tensor in snapshot.local.items()}
+        """(the snapshot with values of its own in host memory, what waits for them to be there, from any thread)."""
+        former, self.buffers = self.buffers, {}
+        for name, tensor in snapshot.local.items():
+            kept = former.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[name] = kept if tensor.is_cuda else kept.copy_(tensor)
         copied = replace(snapshot, local=self.buffers)
         on_device = [(self.buffers[name], tensor) for name, tensor in snapshot.local.items() if tensor.is_cuda]
-        for name, tensor in snapshot.local.items():
-            if not tensor.is_cuda:
-                self.buffers[name].copy_(tensor)
         if not on_device:
             return copied, lambda: None
         self._aside = self._aside or Aside(on_device[0][1].device, torch.cuda)
         return copied, self._aside.copy(on_device)
-
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        kept = self.buffers.get(name)
-        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
-            return kept
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint.disk import plan as plans
 from titan.checkpoint.disk.index import REST, Index
 from titan.checkpoint.disk.manifest import FileEntry
-from titan.checkpoint.disk.payload import Window, read_tensor
+from titan.checkpoint.disk.payload import read_tensor
 from titan.checkpoint.disk.plain import cannot_be_read, size_of
 from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import Stacked
-from titan.contracts.base.sharding import slice_of
+from titan.checkpoint.state import Stacked, local_part
+from titan.contracts.base.sharding import slice_of, start_of
 from titan.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
@@ -58,11 +58,7 @@ class Planner:
         """On rank 0."""
 
     def choose(self, tensors: Mapping[str, Tensor | Stacked]) -> list[str]:
-        """The names of the tensors of which this rank writes its part. Called by all ranks together.
-
-        Raises:
-            RankFailure: the tensors of the ranks do not make up whole ones.
-        """
+        """The names of the tensors of which this rank writes its part; all ranks together."""
         ranks = self._ranks
         table = ranks.each(lambda: table_of(tensors))
         if not all(ranks.gather(table == self._table)):
@@ -87,18 +83,17 @@ def table_of(tensors: Mapping[str, Tensor | Stacked]) -> Table:
             known[key] = [*offsets, *sizes]
         return known[key]
 
+    def block_of(name: str) -> str:
+        """Model, optimizer, or a table of the rest: that of random states has other names on each rank."""
+        return ".".join(name.split(".")[: 2 if name.startswith(REST) else 1])
+
     blocks = []
-    for _, names in itertools.groupby(tensors, key=_block_of):
+    for _, names in itertools.groupby(tensors, key=block_of):
         some = {name: tensors[name] for name in names}
         header = [[name, str(t.dtype), list(t.shape), *[True] * isinstance(t, Stacked)] for name, t in some.items()]
         boxes = [number for tensor in some.values() for number in numbers(tensor)]
         blocks.append(Block(json.dumps(header).encode(), np.array(boxes, np.int64).tobytes()))
     return tuple(blocks)
-
-
-def _block_of(name: str) -> str:
-    """Model, optimizer, or a table of the rest: that of random states has other names on each rank."""
-    return ".".join(name.split(".")[: 2 if name.startswith(REST) else 1])
 
 
 def box_of(tensor: Tensor | Stacked) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -118,11 +113,7 @@ def box_of(tensor: Tensor | Stacked) -> tuple[tuple[int, ...], tuple[int, ...]]:
     part, held = slice_of(torch.empty(tensor.shape, device="meta"), tensor), tensor.to_local().shape
     if part.shape != held:
         raise CheckpointError(f"a rank holds {list(held)} of a tensor, but its placements give it {list(part.shape)}")
-    firsts, left = [], int(part.storage_offset())
-    for stride in part.stride():
-        at, left = divmod(left, stride)
-        firsts.append(at)
-    return tuple(firsts), tuple(part.shape)
+    return start_of(tensor), tuple(held)
 
 
 def write(
@@ -130,23 +121,21 @@ def write(
 ) -> Written:
     """Write this rank's part of the tensors of these names; the data is on disk when it returns.
 
-    tensors: for their shape.  local: this rank's values, which may be made as they are asked for: one at a time is then
-        in memory.
-
-    Raises:
-        OSError: what the file system said.
+    tensors: for their shape.  local: this rank's values, made where they are asked for if not all fit into memory.
     """
     files: dict[str, FileEntry] = {}
     places = np.empty((len(names), 3), np.int64)
-    left = iter(enumerate(names))
-    while (following := next(left, None)) is not None:
-        name = f"__{rank}_{len(files)}.distcp"
-        with _DataFile.created(path / name) as file:
-            while following is not None:
-                number, tensor = following
-                places[number] = len(files), *file.add(_whole_storage(local[tensor], tensors[tensor]))
-                following = next(left, None) if file.size < FILE_BYTES else None
-        files[name] = file.entry()
+    left = iter(range(len(names)))
+    for first in left:
+        file_name = f"__{rank}_{len(files)}.distcp"
+        with _DataFile.created(path / file_name) as file:
+            for number in itertools.chain([first], left):
+                start, name = file.size, names[number]
+                torch.save(_whole_storage(local[name], tensors[name]), cast(IO[bytes], file))
+                places[number] = len(files), start, file.size - start
+                if file.size >= FILE_BYTES:
+                    break
+        files[file_name] = FileEntry(file.size, file.digest.hexdigest())
     return Written(files, places)
 
 
@@ -159,47 +148,45 @@ def _whole_storage(values: Tensor, tensor: Tensor | Stacked) -> Tensor:
 
 
 class _DataFile(io.RawIOBase):
-    """A data file that is hashed and synced while it is written. size: bytes so far.
+    """A data file that is hashed and synced by other threads while it is written. size: bytes so far.
 
-    Hash, write and sync let other threads run. A write returns when its bytes are hashed: they are the tensor's own
-    memory, of which no copy is made.
+    A write returns when its bytes are hashed: they are the tensor's own memory, of which no copy is made.
     """
 
     def __init__(self, file: BinaryIO, aside: Executor) -> None:
-        self._file, self._aside, self._digest, self.size = file, aside, hashlib.sha256(), 0
-        self._sync: Future[None] = Future()
-        self._sync.set_result(None)
+        self._file, self._aside, self.digest, self.size = file, aside, hashlib.sha256(), 0
+        self._sync: Future[None] | None = None
         self._sync_begun = 0
         self._error: OSError | None = None
 
     @classmethod
     @contextmanager
     def created(cls, path: Path) -> Iterator[_DataFile]:
-        """A new file, on disk when the block ends.
-
-        Raises:
-            OSError: what the file system said; torch.save wraps it.
-        """
+        """A new file, on disk when the block ends; raises the OSError that torch.save would wrap."""
         with path.open("wb") as file, ThreadPoolExecutor(2, "checkpoint file") as aside:
             data = cls(file, aside)
             try:
                 yield data
                 file.flush()
-                data._sync.result()  # an error of the disk is told to one sync, and the next one succeeds
+                if data._sync is not None:
+                    data._sync.result()  # an error of the disk is told to one sync, and the next one succeeds
                 os.fsync(file.fileno())
             except Exception as error:
                 raise (data._error or error) from error
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Append bytes."""
-        hashed = self._aside.submit(self._digest.update, data) if len(data) >= HASHED_ASIDE else None
+        hashed = self._aside.submit(self.digest.update, data) if len(data) >= HASHED_ASIDE else None
         try:
             self._file.write(data)
-            self._sync_early(self.size + len(data))
+            self.size += len(data)
+            if self.size - self._sync_begun >= SYNCED_EARLY and (self._sync is None or self._sync.done()):
+                if self._sync is not None:
+                    self._sync.result()
+                self._sync = self._aside.submit(_sync_data, self._file.fileno())
+                self._sync_begun = self.size
         except OSError as error:
             self._error = error
             raise
@@ -207,39 +194,13 @@ class _DataFile(io.RawIOBase):
             if hashed is not None:
                 hashed.result()
         if hashed is None:
-            self._digest.update(data)
-        self.size += len(data)
+            self.digest.update(data)
         return len(data)
-
-    def _sync_early(self, size: int) -> None:
-        """Begin to sync what is written, `size` bytes, where enough of it is new and no sync is under way.
-
-        Raises:
-            OSError: what the file system said to the sync before.
-        """
-        if size - self._sync_begun >= SYNCED_EARLY and self._sync.done():
-            self._sync.result()
-            self._sync = self._aside.submit(_sync_data, self._file.fileno())
-            self._sync_begun = size
-
-    def add(self, tensor: Tensor) -> tuple[int, int]:
-        """Append a tensor; returns its first byte and its length in bytes."""
-        start = self.size
-        torch.save(tensor, cast(IO[bytes], self))
-        return start, self.size - start
-
-    def entry(self) -> FileEntry:
-        """What the manifest says of the file."""
-        return FileEntry(self.size, self._digest.hexdigest())
 
 
 def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
-    """Fill tensors (plain, or this rank's shards of DTensors; in place) from a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    wanted: list[tuple[str, int, str, int]] = []
+    """Fill tensors (plain, or this rank's shards of DTensors; in place) from a checkpoint."""
+    wanted: list[tuple[str, int, str, int]] = []  # chunks, which are read in the order in which they lie in the files
     boxes = {name: box_of(tensor) for name, tensor in into.items()}
     for name, (offsets, sizes) in boxes.items():
         stored = index.tensors[name]
@@ -247,43 +208,26 @@ def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
             file, start, _ = index.place(stored.first + number)
             wanted.append((file, start, name, number))
     try:
-        _read_sorted(path, sorted(wanted), into, boxes, index)
+        for file, chunks in itertools.groupby(sorted(wanted), key=lambda chunk: chunk[0]):
+            size_of(path / file)
+            with (path / file).open("rb") as opened:
+                for _, _, name, number in chunks:
+                    _read_chunk(opened, local_part(into[name].detach()), boxes[name][0], index, name, number)
     except OSError as error:
         raise cannot_be_read(path, error) from error
     except CheckpointError as error:
         raise type(error)(f"checkpoint {path} cannot be read: {error}") from error
 
 
-def _read_sorted(
-    path: Path, wanted: Sequence[tuple[str, int, str, int]], into: Mapping[str, Tensor],
-    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], index: Index,
-) -> None:  # fmt: skip
-    """Read chunks in the order in which they lie in the files, each file opened once."""
-    opened: tuple[str, BinaryIO] | None = None
-    try:
-        for file, _, name, number in wanted:
-            if opened is None or opened[0] != file:
-                if opened is not None:
-                    opened[1].close()
-                size_of(path / file)
-                opened = file, (path / file).open("rb")
-            _read_chunk(opened[1], into[name], boxes[name][0], index, name, number)
-    finally:
-        if opened is not None:
-            opened[1].close()
-
-
 def _read_chunk(
-    file: BinaryIO, tensor: Tensor, origin: Sequence[int], index: Index, name: str, number: int
+    file: BinaryIO, target: Tensor, origin: Sequence[int], index: Index, name: str, number: int
 ) -> None:  # fmt: skip
-    """Copy what a chunk and this rank's part of a tensor share. origin: the offsets of that part."""
+    """Copy what a chunk and this rank's part of a tensor, which begins at `origin`, share."""
     stored = index.tensors[name]
     where, start, length = index.place(stored.first + number)
     offsets, sizes = stored.cell(number)
     there = (1, *sizes) if stored.one else sizes
-    values = read_tensor(Window(file, start, length), stored.dtype, there, f"{name} in {where}").reshape(sizes)
-    target = tensor.detach()
-    target = target.to_local() if hasattr(target, "to_local") else target
+    values = read_tensor(file, start, length, stored.dtype, there, f"{name} in {where}").reshape(sizes)
     for dim, (mine, theirs, size) in enumerate(zip(origin, offsets, sizes, strict=True)):
         begin = max(mine, theirs)
         count = min(mine + target.shape[dim], theirs + size) - begin

@@ -11,18 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
-from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, Stacked, separate
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, TECHNIQUES
+from titan.checkpoint.state import TENSOR, Snapshot, Stacked, separate
 from titan.checkpoint.storage import box_of
 from titan.errors import CheckpointError
-
-PREFIX = f"{REST}{TECHNIQUES}"
 
 _RULE = (
     "state under one name is saved once, so it must be equal on all ranks that return it; use a name per owner, "
@@ -41,60 +38,58 @@ class Print(NamedTuple):
     digest: bytes
 
 
-@dataclass(frozen=True)
-class Given:
-    """What one rank gives: tables by technique, and the print of each tensor that others may give too."""
-
-    tables: Mapping[str, Any]
-    prints: Mapping[str, Print]
+Given = tuple[Mapping[str, Any], Mapping[str, Print]]
+"""What one rank gives: tables by technique, and the print of each tensor that others may give too."""
 
 
 def given(snapshot: Snapshot) -> Given:
     """What this rank gives, with the values of its snapshot."""
-    prints = {name: _print(snapshot.tensors[name], snapshot.local[name]) for name in _told_apart(snapshot)}
-    return Given(snapshot.rest.get(TECHNIQUES, {}), prints)
+    prints = {}
+    for name in _told_apart(snapshot):
+        tensor, values = snapshot.tensors[name], snapshot.local[name]
+        digest = hashlib.blake2b(f"{values.dtype} {list(values.shape)}".encode(), digest_size=16)
+        digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        prints[name] = Print(tuple(tensor.shape), box_of(tensor)[0], digest.digest())
+    return snapshot.rest.get(TECHNIQUES, {}), prints
 
 
 def _told_apart(snapshot: Snapshot) -> Iterator[str]:
     """Tensors that ranks could hold differently under one name, which DCP would not notice."""
-    for name, tensor in snapshot.tensors.items():
+    own = {name: each.own if isinstance(each, Stacked) else each for name, each in snapshot.tensors.items()}
+    for name, tensor in own.items():
         if name.startswith(f"{PREFIX}.") and snapshot.local[name].numel():
             yield name
-        elif name.startswith(OPTIMIZER) and _own(tensor).ndim and not _is_sharded(tensor):
+        elif name.startswith(OPTIMIZER) and tensor.ndim and not hasattr(tensor, "to_local"):
             parameter = name.removeprefix(OPTIMIZER).rpartition(".")[0]
-            if _is_sharded(snapshot.tensors[MODEL + parameter]):
+            if hasattr(own[MODEL + parameter], "to_local"):
                 yield name
 
 
-def _own(tensor: Tensor | Stacked) -> Tensor:
-    return tensor.own if isinstance(tensor, Stacked) else tensor
-
-
-def _is_sharded(tensor: Tensor | Stacked) -> bool:
-    return hasattr(_own(tensor), "to_local")
-
-
-def _print(tensor: Tensor | Stacked, values: Tensor) -> Print:
-    offsets, _ = box_of(tensor)
-    digest = hashlib.blake2b(f"{values.dtype} {list(values.shape)}".encode(), digest_size=16)
-    digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return Print(tuple(tensor.shape), offsets, digest.digest())
-
-
 def united(everyone: Sequence[Given]) -> dict[str, Any]:
-    """The tables of all ranks in one.
-
-    Raises:
-        CheckpointError: two ranks give something else under one name; says which, of what, and under which.
-    """
+    """The tables of all ranks in one; a CheckpointError where two ranks give something else under one name."""
     tables: dict[str, Any] = {}
     givers: dict[tuple[str, ...], int] = {}
     seen: set[str] = set()  # most ranks of a stage give the same
-    for rank, one in enumerate(everyone):
-        if (text := _text(one.tables)) not in seen:
-            _unite(tables, one.tables, rank, givers)
+    for rank, (given_tables, _) in enumerate(everyone):
+        if (text := _text(given_tables)) not in seen:
+            _unite(tables, given_tables, rank, givers)
             seen.add(text)
-    _check_prints([one.prints for one in everyone])
+    shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
+    shards: dict[tuple[str, tuple[int, ...]], tuple[int, bytes]] = {}
+    for rank, (_, prints) in enumerate(everyone):
+        for name, mark in prints.items():
+            first, shape = shapes.setdefault(name, (rank, mark.shape))
+            holder, digest = shards.setdefault((name, mark.offsets), (rank, mark.digest))
+            if shape != mark.shape:
+                what = f"is {list(shape)} on rank {first} and {list(mark.shape)} on rank {rank}"
+            elif digest != mark.digest:
+                what = f"has other values on rank {rank} than on rank {holder}"
+            else:
+                continue
+            technique, _, key = name.removeprefix(f"{PREFIX}.").partition(".")
+            state = f"optimizer: the state {name.removeprefix(OPTIMIZER)!r}"
+            owner = state if name.startswith(OPTIMIZER) else f"technique {technique}: the tensor {key!r}"
+            raise CheckpointError(f"{owner} {what}; {_RULE}")
     return tables
 
 
@@ -122,28 +117,6 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _check_prints(everyone: Sequence[Mapping[str, Print]]) -> None:
-    shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
-    shards: dict[tuple[str, tuple[int, ...]], tuple[int, bytes]] = {}
-    for rank, prints in enumerate(everyone):
-        for name, one in prints.items():
-            first, shape = shapes.setdefault(name, (rank, one.shape))
-            if shape != one.shape:
-                what = f"is {list(shape)} on rank {first} and {list(one.shape)} on rank {rank}"
-                raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")
-            first, digest = shards.setdefault((name, one.offsets), (rank, one.digest))
-            if digest != one.digest:
-                what = f"has other values on rank {rank} than on rank {first}"
-                raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")
-
-
-def _spoken(name: str) -> str:
-    if name.startswith(OPTIMIZER):
-        return f"optimizer: the state {name.removeprefix(OPTIMIZER)!r}"
-    technique, _, key = name.removeprefix(f"{PREFIX}.").partition(".")
-    return f"technique {technique}: the tensor {key!r}"
-
-
 def tensors_in(techniques: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
     """Name in a checkpoint -> tensor of what techniques hold now; they ask for these."""
     return separate(techniques, rank, PREFIX)[1]
@@ -151,20 +124,16 @@ def tensors_in(techniques: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
 
 def without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """A table of a state.json without the tensors of these names, nor lists and tables that held nothing else."""
-    kept = {}
-    for key, value in table.items():
-        if _is_table(value):
-            below = without(value, names)
-            if below or not value:
-                kept[key] = below
-        elif not _holds(value, names):
-            kept[key] = value
-    return kept
+    return {
+        key: without(value, names) if _is_table(value) else value
+        for key, value in table.items()
+        if not _holds_only(value, names)
+    }
 
 
-def _holds(value: Any, names: Collection[str]) -> bool:
+def _holds_only(value: Any, names: Collection[str]) -> bool:
     """Whether a value is a tensor of one of these names, or a list or table of such tensors alone."""
     if isinstance(value, dict) and isinstance(value.get(TENSOR), str):
         return value[TENSOR] in names
     items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    return bool(items) and all(_holds(item, names) for item in items)
+    return bool(items) and all(_holds_only(item, names) for item in items)

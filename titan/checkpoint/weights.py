@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.checkpoint import huggingface, restore
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk.folder import is_hf
 from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
-from titan.contracts import Tokenizer
+from titan.contracts import Model, ModelPart, Tokenizer
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.conformance import made
 from titan.contracts.plugin.options import Where, parse
@@ -21,72 +20,41 @@ from titan.errors import CheckpointError, ConfigError, MissingPackageError
 from titan.paths import expanded
 from titan.terminal import warn_once
 
-if TYPE_CHECKING:
-    from titan.contracts import Model, ModelPart
-
-_KINDS = {
-    "config": dict,
-    "step": int,
-    "tokens": int,
-    "dropped": int,
-    "valid_tokens": int,
-    "data": dict,
-    "techniques": dict,
-    "tokenizer": dict,
-}
-"""What a run counts on in the rest of a checkpoint, where it is there."""
-
 
 def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
     """The folder that a user's path means: a Hugging Face folder, a checkpoint, or the newest of a run.
 
-    option: where the user gave it, for messages.
-
-    Raises:
-        CheckpointError: there are no weights.
+    option: where the user gave it.  Raises a CheckpointError where there are no weights.
     """
     path = expanded(given, option)
-    return path if is_hf(path) else folders.choose(str(given), option)
+    return path if folders.is_hf(path) else folders.choose(str(given), option)
 
 
 def stored_rest(path: Path) -> dict[str, Any]:
     """What a checkpoint of titan's holds beside tensors, as `Run.rest` gave it.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read; so do all functions below.
     """
-    rest = folders.read_state(path).get("rest")
-    if not isinstance(rest, dict):
-        raise CheckpointError(f"{path / STATE} lacks the table `rest`")
-    for key, kind in _KINDS.items():
+    rest: dict[str, Any] = folders.read_state(path)["rest"]
+    for key, kind in {"dropped": int, "valid_tokens": int, "tokenizer": dict}.items():
         if type(rest.get(key, kind())) is not kind:
             raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
-    cursor = rest.get("data", {}).get("samples", 0)
-    if type(cursor) is not int or cursor < 0:
-        raise CheckpointError(f"{path / STATE} gives a data position that is not a number")
     if "config" not in rest:
         raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return rest
 
 
 def is_trained(path: Path) -> bool:
-    """Whether titan has trained the weights of a folder. One of Hugging Face's does not say, and counts as published.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
-    rest = {} if is_hf(path) else stored_rest(path)
+    """Whether titan has trained the weights of a folder. One of Hugging Face's does not say: it counts as published."""
+    rest = {} if folders.is_hf(path) else stored_rest(path)
     return bool(rest.get("step") or rest.get("trained"))
 
 
 def stored_tokenizer(path: Path) -> Identity:
-    """What a checkpoint of titan's says of its tokenizer.
-
-    Raises:
-        CheckpointError: it cannot be read, does not say, or names a copy outside its folder.
-    """
-    said = stored_rest(path).get("tokenizer", {})
-    name, fingerprint, copies = said.get("name"), said.get("fingerprint"), said.get("copies")
+    """What a checkpoint of titan's says of its tokenizer, no copy outside its folder."""
+    table = stored_rest(path).get("tokenizer", {})
+    name, fingerprint, copies = table.get("name"), table.get("fingerprint"), table.get("copies")
     names = copies.values() if isinstance(copies, dict) else [] if copies is None else [None]
     if not (isinstance(name, str) and isinstance(fingerprint, str) and all(map(_is_name, names))):
         raise CheckpointError(f"{path / STATE} gives no valid name, fingerprint and copies of a tokenizer")
@@ -99,12 +67,8 @@ def _is_name(name: object) -> bool:
 
 def tokenizer_table(path: Path) -> dict[str, Any] | None:
     """The `[tokenizer]` table that opens the tokenizer of some weights: the copies that a checkpoint keeps, or the
-    files of a Hugging Face folder; None where a folder has none that a plugin reads.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
-    if not is_hf(path):
+    files of a Hugging Face folder; None where a folder has none that a plugin reads."""
+    if not folders.is_hf(path):
         table, copies = stored_rest(path)["config"].get("tokenizer"), path.absolute() / TOKENIZER
         return None if table is None else identity.from_copies(table, stored_tokenizer(path), copies)
     for plugin in registry.of_kind(Tokenizer.kind):
@@ -122,10 +86,9 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
 
     Raises:
         ConfigError: it is another one, or cannot be compared.
-        CheckpointError: the checkpoint cannot be read.
     """
     try:
-        _compare(path, tokenizer, None if is_hf(path) else stored_tokenizer(path))
+        _compare(path, tokenizer)
     except MissingPackageError as error:
         warn_once(f"{path}: its tokenizer is not compared with {tokenizer.name!r}: {error}")
     except ConfigError as error:
@@ -135,11 +98,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
 
 
 def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
-    """A sentence where the weights of a folder belong to another tokenizer than a job's; else empty.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """A sentence where the weights of a folder belong to another tokenizer than a job's; else empty."""
     try:
         check_tokenizer(path, tokenizer, change=False)
     except ConfigError as error:
@@ -147,31 +106,27 @@ def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
-    """stored: what a checkpoint says; None for a published model."""
-    if stored is not None:
-        if (stored["name"], stored["fingerprint"]) == (tokenizer.name, tokenizer.fingerprint):
-            return
-        if stored["copies"] is None:
-            raise identity.another(tokenizer, identity.shown(stored["name"], stored["fingerprint"]), str(path))
-    trained = made_tokenizer(path)
-    if trained is None and stored is not None:
-        raise identity.another(tokenizer, identity.shown(stored["name"], stored["fingerprint"]), str(path))
-    if trained is None:
-        warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
+def _compare(path: Path, tokenizer: Tokenizer) -> None:
+    if folders.is_hf(path):
+        if (published := made_tokenizer(path)) is None:
+            warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
+        else:
+            identity.require_same(tokenizer, published, "", str(path))
         return
-    recorded = stored["fingerprint"] if stored is not None and not stored["copies"] else ""
-    identity.require_same(tokenizer, trained, recorded, str(path))
-    if stored is not None and not recorded and trained.fingerprint != stored["fingerprint"]:
+    stored = stored_tokenizer(path)
+    name, fingerprint, copies = stored["name"], stored["fingerprint"], stored["copies"]
+    if (name, fingerprint) == (tokenizer.name, tokenizer.fingerprint):
+        return
+    trained = None if copies is None else made_tokenizer(path)
+    if trained is None:
+        raise identity.another(tokenizer, identity.shown(name, fingerprint), str(path))
+    identity.require_same(tokenizer, trained, "" if copies else fingerprint, str(path))
+    if copies and trained.fingerprint != fingerprint:
         warn_once(f"{path}: the plugin of its tokenizer has changed since, and may give text other ids")
 
 
 def made_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of some weights; None where no plugin at hand makes it.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """The tokenizer of some weights; None where no plugin at hand makes it."""
     values = tokenizer_table(path) or {}
     plugin = registry.find(Tokenizer.kind, str(values.pop("name", "")))
     config = None if plugin is None else parse(plugin.Config, values, Where(Tokenizer.section))[0]
@@ -184,12 +139,8 @@ def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ra
     """Fill the parts' tensors, in place, at any layout; all ranks together.
 
     technique: whose weights to take in place of the trained ones (see `Technique.state_dict`).
-
-    Raises:
-        CheckpointError: a tensor is absent, left over, or of another shape; something cannot be read.
-        ConfigError: a config.json is of another model.
     """
-    if is_hf(path):
+    if folders.is_hf(path):
         refuse_technique(path, technique)
         huggingface.load(path, model, parts, ranks)
     else:

@@ -14,7 +14,6 @@ from titan.paths import no_folder, told
 
 HELP = "list checkpoints, verify their files, or remove some"
 
-WHERE = "a run, its checkpoints folder, or one checkpoint"
 COMPLETE, DAMAGED, UNFINISHED = "complete", "damaged", "unfinished"
 
 _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size, ranks, layout, and one of
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=first[0].lower() + first[1:].replace("\n", " "), description=about,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        kind.add_argument("where", type=Path, metavar="DIR", help=WHERE)
+        kind.add_argument("where", type=Path, metavar="DIR", help="a run, its checkpoints folder, or one checkpoint")
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(does=does)
     kind.add_argument(
@@ -51,41 +50,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List, verify or remove; the exit code."""
     try:
-        code: int = args.does(args)
+        return int(args.does(args))
     except OSError as error:
         if error.filename is None:  # not a file's: a reader of our output that has left
             raise
         raise by_errno(error, CheckpointError(told(error))) from error
-    return code
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = [_about(path) for path in _checkpoints(args.where)]
+    checkpoints = [_about(path) for path in _checkpoints(args.where)]
     if args.json:
-        print(json.dumps({"checkpoints": found}))
+        print(json.dumps({"checkpoints": checkpoints}))
         return EXIT_DONE
     rows = [["step", "saved", "size", "ranks", "layout", "state", "path"]]
-    for one in found:
-        shown = (one["step"], one["saved"], _megabytes(one["bytes"]), one["world_size"], one["layout"], one["state"])
-        rows.append(["-" if value is None else str(value) for value in (*shown, one["path"])])
+    for each in checkpoints:
+        row = {**each, "size": _megabytes(each["bytes"]), "ranks": each["world_size"]}
+        rows.append(["-" if row[key] is None else str(row[key]) for key in rows[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    for one in found:
-        if one["fault"]:
-            print(one["fault"], file=sys.stderr)
+    for texts in rows:
+        print("  ".join(map(str.ljust, texts, widths)).rstrip())
+    for each in checkpoints:
+        if each["fault"]:
+            print(each["fault"], file=sys.stderr)
     return EXIT_DONE
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = [path for path in _checkpoints(args.where) if path.suffix != ".tmp"]
-    total = sum(_bytes(path) for path in found)
-    if not found:
+    checkpoints = [path for path in _checkpoints(args.where) if path.suffix != ".tmp"]
+    total = sum(map(_bytes, checkpoints))
+    if not checkpoints:
         raise CheckpointError(f"{args.where} holds no finished checkpoint")
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
-        faults = {path: _faults(path, bar.update) for path in found}
+        faults = {path: _faults(path, bar.update) for path in checkpoints}
     if args.json:
         told = [{"path": str(path), "faults": some} for path, some in faults.items()]
         print(json.dumps({"checkpoints": told, "bytes": total}))
@@ -99,10 +97,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _rm(args: argparse.Namespace) -> int:
     doomed, spared = _doomed(args.where, args.keep)
-    if any(_sound(path) for path in doomed) and not any(_sound(path) for path in spared) and not args.yes:
+    if any(map(_sound, doomed)) and not any(map(_sound, spared)) and not args.yes:
         raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
-        foreign = [name for name in manifest.names_in(path) if not _is_part(path, name)]
+        names = manifest.names_in(path)
+        parts = {name for name in names if manifest.is_checkpoint_file(name)} | {manifest.MANIFEST, ".metadata.tmp"}
+        foreign = [name for name in names if name not in parts or not (path / name).is_file()]
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
             raise CheckpointError(f"{path} {what}; nothing was removed")
@@ -129,16 +129,14 @@ def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:
     if keep is None:
         if not _is_checkpoint(where):
             _inside(where)
-            raise CheckpointError(
-                f"{where} is not one checkpoint; to remove all but the newest N of a folder, add --keep N"
-            )
+            hint = "to remove all but the newest N of a folder, add --keep N"
+            raise CheckpointError(f"{where} is not one checkpoint; {hint}")
         return [where], [path for path in folders.complete(where.parent) if path.resolve() != where.resolve()]
     if keep < 1:
         raise CheckpointError(f"--keep {keep}: must be at least 1")
     if _is_checkpoint(where):
         raise CheckpointError(f"{where} is one checkpoint; --keep needs a run or its checkpoints folder")
-    inside = _inside(where)
-    complete, damaged = folders.survey(inside)
+    complete, damaged = folders.survey(_inside(where))
     return [*damaged, *complete[:-keep]], complete[-keep:]
 
 
@@ -163,11 +161,6 @@ def _inside(where: Path) -> Path:
 
 def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (folders.is_complete(path) or folders.is_unfinished(path) or folders.is_step(path))
-
-
-def _is_part(path: Path, name: str) -> bool:
-    known = name == manifest.MANIFEST or manifest.is_checkpoint_file(name)
-    return known and (path / name).is_file()
 
 
 def _sound(path: Path) -> bool:
@@ -195,7 +188,7 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     try:
         entries = manifest.read(path)
         wrong = manifest.wrong_sizes(path, entries)
-        faults = list(wrong.values()) + manifest.wrong_hashes(path, entries, entries.keys() - wrong.keys(), read)
+        faults = [*wrong.values(), *manifest.wrong_hashes(path, entries, entries.keys() - wrong.keys(), read)]
         if not faults:
             folders.read_state(path)
             where = index.read(path / manifest.INDEX, manifest.data_sizes(entries))
@@ -208,21 +201,16 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
 
 def _about(path: Path) -> dict[str, Any]:
     fault = "" if path.suffix == ".tmp" else _fault(path)
-    state = COMPLETE if _sound(path) else DAMAGED if fault else UNFINISHED
-    said = folders.read_state(path) if state == COMPLETE else {}
-    mesh = said.get("rest", {}).get("config", {}).get("mesh")
+    state = UNFINISHED if path.suffix == ".tmp" else DAMAGED if fault else COMPLETE
+    stored = folders.read_state(path) if state == COMPLETE else {}
+    mesh, layout = stored.get("rest", {}).get("config", {}).get("mesh"), None
+    if isinstance(mesh, dict):  # degrees that are not 1, as in `dp_shard 4 tp 2`
+        degrees = (f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1)
+        layout = " ".join(degrees) or "one"
     return {
-        "path": str(path), "step": said.get("step", folders.step_of(path)), "saved": said.get("saved"),
-        "bytes": _bytes(path), "world_size": said.get("world_size"), "layout": _layout(mesh), "state": state,
-        "fault": fault,
+        "path": str(path), "step": stored.get("step", folders.step_of(path)), "saved": stored.get("saved"),
+        "bytes": _bytes(path), "world_size": stored.get("world_size"), "layout": layout, "state": state, "fault": fault,
     }  # fmt: skip
-
-
-def _layout(mesh: Any) -> str | None:
-    """The degrees of a job's mesh that are not 1, as in `dp_shard 4 tp 2`."""
-    if not isinstance(mesh, dict):
-        return None
-    return " ".join(f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1) or "one"
 
 
 def _bytes(path: Path) -> int:

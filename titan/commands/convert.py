@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.weights import check_tokenizer, find_weights
-from titan.config import Job, load_job
+from titan.config import load_job
 from titan.errors import ConfigError, ConfigIssue
 from titan.inference.load_model import open_job
 
@@ -37,12 +37,9 @@ time."""
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype to write; default: as stored")
     parser.add_argument(
-        "--shard-size",
-        type=float,
-        default=5.0,
-        metavar="GB",
+        "--shard-size", type=float, default=5.0, metavar="GB",
         help="largest safetensors file with --format hf; default: 5",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(takes_overrides=True)
 
@@ -69,15 +66,17 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
 
     from titan.checkpoint import conversion
 
-    path, job = _open(args)
+    if args.config is None:
+        path, job = open_job(args.source, args.overrides, 1, "--from")
+    else:
+        path, job = find_weights(args.source, "--from"), load_job(args.config, args.overrides)
+        check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
     weights = conversion.open_weights(path, job.model, args.weights)
-    dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
-    talks = sys.stderr.isatty()
-    with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not sys.stderr.isatty()) as bar:
         if args.format == "hf":
-            shard_bytes = int(args.shard_size * 1e9)
             left = conversion.write_hf(
-                args.output, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update, path
+                args.output, weights, job.model, job.tokenizer, dtype, int(args.shard_size * 1e9), bar.update, path
             )
         else:
             left = conversion.write_checkpoint(args.output, weights, job, dtype, bar.update, path)
@@ -86,12 +85,3 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
         "from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes),
         "files": len(files), "bytes": sum(file.stat().st_size for file in files), "not_carried_over": left,
     }  # fmt: skip
-
-
-def _open(args: argparse.Namespace) -> tuple[Path, Job]:
-    """Where the weights lie, and a job with their model and tokenizer."""
-    if args.config is None:
-        return open_job(args.source, args.overrides, 1, "--from")
-    path, job = find_weights(args.source, "--from"), load_job(args.config, args.overrides)
-    check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
-    return path, job

@@ -19,7 +19,7 @@ FAULTS = (
     Fault(
         "a GPU's state that is written before it is copied",
         "titan/checkpoint/checkpointer.py",
-        "            finish()\n",
+        "                finish()\n",
         "",
         (f"{CLONED}::test_the_thread_that_writes_waits_for_the_copy_first",),
     ),

@@ -55,15 +55,15 @@ FAULTS = (
     Fault(
         "state of ranks' own averaged where its sum counts",
         RESTORE,
-        'saved if joined[name][1].join == "mean" else joined[name][1].ranks',
+        'place.ranks if place and place.join == "sum" else saved',
         "saved",
         (f"{OWN}::test_state_of_a_ranks_own_keeps_its_sum",),
     ),
     Fault(
         "optimizer state of the workers saved once",
         STATE,
-        'name.startswith((MODEL, OPTIMIZER, f"{REST}{TECHNIQUES}."))',
-        'name.startswith((MODEL, f"{REST}{TECHNIQUES}."))',
+        'name.startswith((MODEL, OPTIMIZER, f"{PREFIX}."))',
+        'name.startswith((MODEL, f"{PREFIX}."))',
         (f"{STEPS}::test_gone_on_from_the_middle_of_h_nothing_is_lost",),
     ),
     Fault(

@@ -21,7 +21,7 @@ from typing import Any
 
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
-from titan.checkpoint.disk.plain import cannot_be_read, read_table
+from titan.checkpoint.disk.plain import cannot_be_read, read_table, synced
 from titan.errors import CheckpointError, SaveError, UnreadableError
 from titan.log import log
 from titan.paths import expanded, no_folder, refuse_lfs_pointer
@@ -77,11 +77,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint; each of its fields is of the type that `save` gave it.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not what `save` wrote.
-    """
+    """The state.json of a checkpoint; a CheckpointError unless each field is of the type that `save` gave it."""
     state = read_table(path / STATE)
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
@@ -92,10 +88,11 @@ def read_state(path: Path) -> dict[str, Any]:
         wrong += [name for name in ("config", "data", "techniques") if type(rest.get(name, {})) is not dict]
         wrong += [name for name, value in values.items() if type(value) not in (NoneType, bool, int, float, str)]
     if not wrong:
-        counts = {name: state[name] for name, types in _FIELDS.items() if types == (int,)}
+        counts = {"serial": state["serial"], "world_size": state["world_size"]}
         counts |= {name: rest.get(name, 0) for name in ("step", "tokens")}
         counts["samples"] = rest.get("data", {}).get("samples", 0)
-        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < _MOST]
+        most = 1 << 62  # more than any count of steps, tokens or samples
+        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < most]
     if wrong:
         raise CheckpointError(f"{path / STATE} has no valid {wrong[0][:200]}")
     return state
@@ -105,22 +102,15 @@ _FIELDS = {
     "step": (int,), "serial": (int,), "world_size": (int,), "saved": (str,), "torch": (str,),
     "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,),
 }  # fmt: skip
-_MOST = 1 << 62
-"""More than any count of steps, tokens or samples."""
 
 
 def _check_names(path: Path) -> None:
-    lacks = lacking(path)
-    if lacks:
+    if lacks := lacking(path):
         raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
 
 
 def check_sizes(path: Path) -> dict[str, FileEntry]:
-    """What the manifest of a checkpoint lists, all of it there in the size it was written in.
-
-    Raises:
-        CheckpointError: not so; names each fault.
-    """
+    """What the manifest of a checkpoint lists; a CheckpointError where not all is there in the size it had."""
     _check_names(path)
     entries = manifest.read(path)
     faults = manifest.wrong_sizes(path, entries)
@@ -132,20 +122,16 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
 def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     """The complete checkpoints of a folder, in the order they were committed, and the damaged ones with what is wrong.
 
-    Damaged is what can be seen without reading data. The order is that of the serial number each one carries, not of
-    the steps: a run that started again under the same name stands at a lower step than what it left behind.
+    Damage is what can be seen without reading data. The order is that of the serial numbers, not of the steps: a run
+    that started again under the same name stands at a lower step than what it left behind.
     """
-    return _sorted_out(folder, check_sizes)
+    found, damaged = _serials(folder, check_sizes)
+    return [path for _, path in found], damaged
 
 
 def complete(folder: Path) -> list[Path]:
     """As `survey`'s, but sizes are not looked at: with many ranks there are many files."""
-    return _sorted_out(folder, _check_names)[0]
-
-
-def _sorted_out(folder: Path, check: Callable[[Path], object]) -> tuple[list[Path], dict[Path, str]]:
-    found, damaged = _serials(folder, check)
-    return [path for _, path in found], damaged
+    return [path for _, path in _serials(folder, _check_names)[0]]
 
 
 def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[int, Path]], dict[Path, str]]:
@@ -173,40 +159,32 @@ def next_serial(folder: Path) -> int:
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
     """The checkpoint a user's path means: a checkpoint itself, or the newest of a run or of its checkpoints folder.
 
-    option: where the user gave it, for messages.
-
-    Raises:
-        CheckpointError: there is no complete one; says what is missing.
+    option: where the user gave it.  Raises a CheckpointError where there is no complete one; says what is missing.
     """
     path = expanded(given, option)
     if is_complete(path):
         return path
-    if not path.is_dir():
-        raise CheckpointError(f"{option} = {given!r}: {no_folder(path)}")
     found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     for reason in damaged.values():
         log.warning(f"damaged and ignored: {reason}{f'; using {found[-1]} instead' if found else ''}")
     if found:
         return found[-1]
-    if damaged:
-        raise CheckpointError(f"{option} = {given!r}: no undamaged checkpoint there: {'; '.join(damaged.values())}")
-    if is_hf(path):
-        what = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
-        raise CheckpointError(f"{option} = {given!r}: {what}")
-    if path.suffix == ".tmp":
-        raise CheckpointError(f"{option} = {given!r}: this checkpoint is unfinished: the run was killed while it saved")
-    raise CheckpointError(
-        f"{option} = {given!r}: no complete checkpoint there (it lacks {' and '.join(lacking(path))}, "
-        "and holds no step-NNNNNNNN folder that has them)"
-    )
+    if not path.is_dir():
+        told = no_folder(path)
+    elif damaged:
+        told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}"
+    elif is_hf(path):
+        told = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
+    elif path.suffix == ".tmp":
+        told = "this checkpoint is unfinished: the run was killed while it saved"
+    else:
+        lacks = f"it lacks {' and '.join(lacking(path))}, and holds no step-NNNNNNNN folder that has them"
+        told = f"no complete checkpoint there ({lacks})"
+    raise CheckpointError(f"{option} = {given!r}: {told}")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Sweep what killed runs left and make the empty folder the next checkpoint is written in.
-
-    Raises:
-        SaveError: one of that name is left over and stays.
-    """
+    """Sweep what killed runs left and make the empty folder the next checkpoint is written in."""
     path = unfinished(step_folder(folder, step))
     folder.mkdir(parents=True, exist_ok=True)
     tidy(folder)
@@ -270,12 +248,9 @@ def _tell_left(path: Path, error: OSError) -> None:
 def write_copies(path: Path, copies: Mapping[str, bytes]) -> list[str]:
     """Write copies of the tokenizer's files and see them onto the disk; returns their names in the manifest."""
     for name, content in copies.items():
-        copy = path / TOKENIZER / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with copy.open("wb") as file:
+        (path / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
+        with synced(path / TOKENIZER / name) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
     for folder in sorted({(path / TOKENIZER / name).parent for name in copies} | {path / TOKENIZER for _ in copies}):
         sync_folder(folder)
     return [f"{TOKENIZER}/{name}" for name in copies]
@@ -318,14 +293,7 @@ def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint; it is one no longer from then on, whenever the process dies.
-
-    Returns:
-        Whether its files are gone too; else that is told.
-
-    Raises:
-        OSError: it cannot be renamed, and stays a checkpoint.
-    """
+    """Remove a checkpoint, which it then is no longer; returns as `sweep`. On an OSError it stays a checkpoint."""
     return sweep(_renamed(path))
 
 
@@ -335,18 +303,19 @@ def is_hf(path: Path) -> bool:
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
-    """
-    try:
-        config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot_be_read(path / HF_CONFIG, error) from error
-    except ValueError as error:
-        refuse_lfs_pointer(path / HF_CONFIG, CheckpointError)
-        raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
+    """The config.json of a Hugging Face folder; raises a CheckpointError if it cannot be read, or is no object."""
+    config = read_json(path / HF_CONFIG)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / HF_CONFIG} is not a JSON object")
     return config
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file of a Hugging Face folder; raises a CheckpointError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    except ValueError as error:
+        refuse_lfs_pointer(path, CheckpointError)
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

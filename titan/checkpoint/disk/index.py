@@ -21,24 +21,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from titan.checkpoint.disk import plain
-from titan.checkpoint.disk.plain import read_bytes
+from titan.checkpoint.disk.plain import read_bytes, synced
 from titan.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
 
 MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
 """What names of tensors begin with."""
+TECHNIQUES = "techniques"
+"""The table of the rest that holds techniques' state."""
+PREFIX = f"{REST}{TECHNIQUES}"
 
 DTYPES = {
     f"torch.{name}": getattr(torch, name)
@@ -88,19 +89,17 @@ class StoredTensor:
 
     def cells(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(offsets, sizes) of each chunk, in row-major order."""
-        spans = [zip(cuts.tolist(), np.diff(cuts, append=whole).tolist(), strict=True) for cuts, whole in self._dims()]
+        dims = zip(self.cuts, self.shape, strict=True)
+        spans = [zip(cuts.tolist(), np.diff(cuts, append=whole).tolist(), strict=True) for cuts, whole in dims]
         for cell in itertools.product(*spans):
             yield tuple(offset for offset, _ in cell), tuple(size for _, size in cell)
 
     def cell(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offsets, sizes) of one chunk, counted from 0 in row-major order."""
         at = np.unravel_index(number, [len(cuts) for cuts in self.cuts]) if self.cuts else ()
-        spans = [(int(cuts[i]), int(cuts[i + 1]) if i + 1 < len(cuts) else whole)
-                 for i, (cuts, whole) in zip(at, self._dims(), strict=True)]  # fmt: skip
+        dims = zip(at, self.cuts, self.shape, strict=True)
+        spans = [np.append(cuts[i : i + 2], whole)[:2].tolist() for i, cuts, whole in dims]
         return tuple(start for start, _ in spans), tuple(end - start for start, end in spans)
-
-    def _dims(self) -> Iterator[tuple[Ints, int]]:
-        return zip(self.cuts, self.shape, strict=True)
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
         """The numbers of the chunks that a box of the tensor needs."""
@@ -167,26 +166,20 @@ def grid(shape: Sequence[int], offsets: Ints, sizes: Ints) -> tuple[tuple[Ints, 
 
 def write(path: Path, index: Index) -> None:
     """Write the index to a file, and wait until it is on the disk."""
-    said = [
+    tensors = [
         [name, str(tensor.dtype), list(tensor.shape), [len(cuts) for cuts in tensor.cuts], *[True] * tensor.stacked]
         for name, tensor in index.tensors.items()
     ]
-    header = json.dumps({"files": list(index.files), "tensors": said}).encode()
+    header = json.dumps({"files": list(index.files), "tensors": tensors}).encode()
     cuts = [cuts for tensor in index.tensors.values() for cuts in tensor.cuts]
-    with path.open("wb") as file:
+    with synced(path) as file:
         file.write(len(header).to_bytes(_INT.itemsize, "little") + header)
         for array in (*cuts, index.file, index.start, index.length):
             file.write(np.ascontiguousarray(array, _INT).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read(path: Path, sizes: Mapping[str, int]) -> Index:
-    """The index in a file. sizes: bytes of each data file of the checkpoint.
-
-    Raises:
-        CheckpointError: it is damaged, or names what these files do not hold.
-    """
+    """The index in a file; a CheckpointError where it names what the data files do not hold. sizes: bytes of each."""
     try:
         index = _parsed(read_bytes(path, LARGEST))
         check(index, sizes)
@@ -201,12 +194,12 @@ def _parsed(data: bytes) -> Index:
         raise ValueError(f"its header has {start:,} bytes; at most {plain.LARGEST:,} are read")
     header = json.loads(data[_INT.itemsize : start])
     numbers = np.frombuffer(data, _INT, offset=start)
-    files, said = header["files"], header["tensors"]
-    if type(files) is not list or type(said) is not list or not all(type(file) is str for file in files):
+    files, entries = header["files"], header["tensors"]
+    if type(files) is not list or type(entries) is not list or not all(type(file) is str for file in files):
         raise ValueError("its header names no files and tensors")
     tensors: dict[str, StoredTensor] = {}
     at = chunks = 0
-    for name, dtype, shape, counts, *stacked in said:
+    for name, dtype, shape, counts, *stacked in entries:
         lists = type(shape) is list and type(counts) is list and len(shape) == len(counts)
         if name in tensors or not lists or stacked not in ([], [True]):
             raise ValueError("a tensor's entry is wrong")
@@ -225,15 +218,24 @@ def _parsed(data: bytes) -> Index:
 
 
 def check(index: Index, sizes: Mapping[str, int]) -> None:
-    """Make sure that no tensor is larger than its place in the files, and that no two chunks share bytes.
+    """A ValueError where a tensor is larger than its place in the files, or two chunks share bytes.
 
     sizes: bytes of each data file.
-
-    Raises:
-        ValueError: not so.
     """
     for name, tensor in index.tensors.items():
-        _check_tensor(name, tensor, index)
+        if type(name) is not str or not name.startswith((MODEL, OPTIMIZER, REST)):
+            raise ValueError("a tensor's name is none")
+        if len(tensor.shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
+            raise ValueError(f"the size of {name} is beyond all memory")
+        needed = np.full((), tensor.dtype.itemsize, np.int64)
+        for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
+            # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
+            ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
+            if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
+                raise ValueError(f"the chunks of {name} do not make it up")
+            needed = np.multiply.outer(needed, np.diff(cuts, append=whole))
+        if np.any(needed.reshape(-1) > index.length[tensor.first : tensor.first + tensor.chunks]):
+            raise ValueError(f"a chunk of {name} is larger than its place")
     unknown = [file for file in index.files if file not in sizes]
     if unknown or len(set(index.files)) != len(index.files):
         raise ValueError(f"it names {(unknown or ['a file twice'])[0][:200]!r}, which its manifest does not list")
@@ -247,19 +249,3 @@ def check(index: Index, sizes: Mapping[str, int]) -> None:
     shared = np.flatnonzero((file[1:] == file[:-1]) & (end[:-1] > start[1:]))
     if len(shared):
         raise ValueError(f"two chunks overlap in {index.files[file[shared[0]]]}")
-
-
-def _check_tensor(name: Any, tensor: StoredTensor, index: Index) -> None:
-    if type(name) is not str or not name.startswith((MODEL, OPTIMIZER, REST)):
-        raise ValueError("a tensor's name is none")
-    if len(tensor.shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
-        raise ValueError(f"the size of {name} is beyond all memory")
-    needed = np.full((), tensor.dtype.itemsize, np.int64)
-    for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
-        # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
-        ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
-        if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
-            raise ValueError(f"the chunks of {name} do not make it up")
-        needed = np.multiply.outer(needed, np.diff(cuts, append=whole))
-    if np.any(needed.reshape(-1) > index.length[tensor.first : tensor.first + tensor.chunks]):
-        raise ValueError(f"a chunk of {name} is larger than its place")

@@ -7,8 +7,8 @@ makes sure that an untrusted checkpoint executes nothing.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from titan.checkpoint.disk.plain import cannot_be_read, read_table, size_of, write_table
 from titan.errors import CheckpointError, UnreadableError
@@ -27,12 +27,10 @@ TOKENIZER = "tokenizer"
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
 _COPY = re.compile(rf"{TOKENIZER}(/(?!\.{{1,2}}(/|$))[^/\0]{{1,255}}){{1,2}}")
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_BLOCK = 4 << 20
 _SHOWN = 12
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """An entry of a manifest: a file as it was written. size: bytes."""
 
     size: int
@@ -50,15 +48,11 @@ def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
 
 
 def entry_of(file: Path, read: Callable[[int], object] = lambda count: None) -> FileEntry:
-    """The entry of a file as it is; `read` hears how many bytes have been read since it was last told.
-
-    Raises:
-        CheckpointError: it cannot be read (UnreadableError: for now).
-    """
+    """The entry of a file as it is; `read` hears how many bytes have been read since it was last told."""
     size, digest = size_of(file), hashlib.sha256()
     try:
         with file.open("rb", buffering=0) as stream:
-            while block := stream.read(_BLOCK):
+            while block := stream.read(4 << 20):
                 digest.update(block)
                 read(len(block))
     except OSError as error:
@@ -68,26 +62,22 @@ def entry_of(file: Path, read: Callable[[int], object] = lambda count: None) -> 
 
 def write(path: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write a checkpoint's manifest, its last file."""
-    write_table(path / MANIFEST, {"files": {name: asdict(entries[name]) for name in sorted(entries)}})
+    write_table(path / MANIFEST, {"files": {name: entries[name]._asdict() for name in sorted(entries)}})
 
 
 def read(path: Path) -> dict[str, FileEntry]:
-    """The files a checkpoint is made of, by name.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, or lists what no checkpoint has.
-    """
+    """The files a checkpoint is made of, by name; a CheckpointError where it lists what no checkpoint has."""
     table = read_table(path / MANIFEST)
     files = table.get("files")
     if not isinstance(files, dict) or len(table) != 1:
         raise CheckpointError(f"{path / MANIFEST} is not a table of files")
     entries = {}
-    for name, said in files.items():
+    for name, entry in files.items():
         if not is_checkpoint_file(name):
             raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not the name of a checkpoint file")
-        if not isinstance(said, dict) or said.keys() != {"size", "sha256"}:
+        if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
             raise CheckpointError(f"{path / MANIFEST} must give exactly size and sha256 of {name}")
-        size, sha256 = said["size"], said["sha256"]
+        size, sha256 = entry["size"], entry["sha256"]
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
             raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
         entries[name] = FileEntry(size, sha256)
@@ -97,31 +87,24 @@ def read(path: Path) -> dict[str, FileEntry]:
 
 
 def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
-    """File -> what is seen without reading: missing, of another size, or data that the manifest does not list.
-
-    Raises:
-        UnreadableError: that cannot be told for now.
-    """
+    """File -> what is seen without reading: missing, of another size, or data that the manifest does not list."""
     faults = {}
     for name, entry in entries.items():
         try:
-            size = size_of(path / name)
+            if (size := size_of(path / name)) != entry.size:
+                faults[name] = f"{name} has {size:,} bytes, its manifest says {entry.size:,}"
         except UnreadableError:
             raise
         except CheckpointError as error:
             faults[name] = str(error)
-            continue
-        if size != entry.size:
-            faults[name] = f"{name} has {size:,} bytes, its manifest says {entry.size:,}"
-    extra = [name for name in unlisted(path, entries) if is_checkpoint_file(name)]
+    extra = filter(is_checkpoint_file, unlisted(path, entries))
     return faults | {name: f"{name} is not in its manifest" for name in extra}
 
 
 def names_in(path: Path) -> list[str]:
     """Names, as in a manifest, of all that is in a checkpoint's folder."""
     files = [file for file in path.iterdir() if file.name != TOKENIZER or not file.is_dir()]
-    below = (path / TOKENIZER).rglob("*") if (path / TOKENIZER).is_dir() else ()
-    files += (file for file in below if not file.is_dir() or not any(file.iterdir()))
+    files += (file for file in (path / TOKENIZER).rglob("*") if not file.is_dir() or not any(file.iterdir()))
     return sorted(file.relative_to(path).as_posix() for file in files)
 
 
@@ -131,24 +114,13 @@ def unlisted(path: Path, entries: Mapping[str, FileEntry]) -> list[str]:
 
 
 def wrong_hashes(
-    path: Path,
-    entries: Mapping[str, FileEntry],
-    names: Iterable[str],
+    path: Path, entries: Mapping[str, FileEntry], names: Iterable[str],
     read: Callable[[int], object] = lambda count: None,
-) -> list[str]:
-    """Which of these files are not what was written; `read` as in `entry_of`.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
+) -> list[str]:  # fmt: skip
+    """Which of these files are not what was written; `read` and errors as in `entry_of`."""
     faults = []
     for name in names:
         found, written = entry_of(path / name, read).sha256, entries[name].sha256
         if found != written:
             faults.append(f"{name} has SHA-256 {found[:_SHOWN]}, its manifest says {written[:_SHOWN]}")
     return faults
-
-
-def share(entries: Mapping[str, FileEntry], rank: int, size: int) -> list[str]:
-    """The files that one of `size` ranks verifies: about as many bytes as any other."""
-    return sorted(entries, key=lambda name: (-entries[name].size, name))[rank::size]

@@ -42,35 +42,26 @@ _LARGEST_ENTRY = 1 << 16
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 
 
-class Window(io.RawIOBase):
+class _Window(io.RawIOBase):
     """A stretch of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place in the stretch."""
         self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence])
         return self.at
 
     def tell(self) -> int:
-        """Where in the stretch the next byte is read."""
         return self.at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, as far as the stretch goes.
-
-        Raises:
-            CheckpointError: the file cannot be read; UnreadableError where the machine fails.
-        """
         free = memoryview(buffer)[: max(0, self.length - self.at)]
         try:
             self.file.seek(self.start + self.at)
@@ -81,23 +72,20 @@ class Window(io.RawIOBase):
         return int(count)
 
 
-def read_tensor(file: Window, dtype: torch.dtype, size: Sequence[int], where: str) -> Tensor:
-    """The tensor that a stretch of a data file holds, on the CPU.
+def read_tensor(file: BinaryIO, start: int, length: int, dtype: torch.dtype, size: Sequence[int], where: str) -> Tensor:
+    """The tensor that a stretch of a data file holds, on the CPU; a CheckpointError where it holds something else.
 
     dtype, size: as the metadata has them.  where: which tensor in which file, for messages.
-
-    Raises:
-        CheckpointError: it holds something else.
     """
     try:
-        return _read_tensor(file, dtype, tuple(size), where)
+        return _read_tensor(_Window(file, start, length), dtype, tuple(size), where)
     except CheckpointError:
         raise
     except Exception as error:  # zipfile and torch raise many kinds on bytes that are not theirs
         raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def _read_tensor(file: Window, dtype: torch.dtype, size: tuple[int, ...], where: str) -> Tensor:
+def _read_tensor(file: _Window, dtype: torch.dtype, size: tuple[int, ...], where: str) -> Tensor:
     with zipfile.ZipFile(file) as archive:
         entries = _entries(archive.infolist(), file.length, where)
     if _content(file, entries[_ORDER], where) != sys.byteorder.encode():
@@ -123,13 +111,13 @@ def _entries(found: Sequence[zipfile.ZipInfo], length: int, where: str) -> dict[
     return entries
 
 
-def _content(file: Window, info: zipfile.ZipInfo, where: str) -> bytes:
+def _content(file: _Window, info: zipfile.ZipInfo, where: str) -> bytes:
     content = bytearray(info.file_size)
     _fill(file, info, memoryview(content), where)
     return bytes(content)
 
 
-def _fill(file: Window, info: zipfile.ZipInfo, into: memoryview, where: str) -> None:
+def _fill(file: _Window, info: zipfile.ZipInfo, into: memoryview, where: str) -> None:
     """Read an entry that is not compressed."""
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER.size) or b""

@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import IO, Any
 
 from titan.errors import CheckpointError, UnreadableError, of_machine
 
@@ -34,11 +35,7 @@ def size_of(path: Path) -> int:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's content.
-
-    Raises:
-        CheckpointError: it cannot be read (UnreadableError: for now), or is larger than `most` bytes.
-    """
+    """A file's content; a CheckpointError where it cannot be read, or is larger than `most` bytes."""
     size = size_of(path)
     if size > most:
         raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
@@ -50,18 +47,14 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
     """What to raise where a file of a checkpoint cannot be read."""
-    said = f"{path} cannot be read: {error.strerror}"
-    return (
-        UnreadableError(f"{said}; the file may be intact, so try again") if of_machine(error) else CheckpointError(said)
-    )
+    told = f"{path} cannot be read: {error.strerror}"
+    if of_machine(error):
+        return UnreadableError(f"{told}; the file may be intact, so try again")
+    return CheckpointError(told)
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: it is absent, too large or too deep, or is something else.
-    """
+    """The JSON object in a file; a CheckpointError where it is too large, too deep, or something else."""
     content = read_bytes(path, LARGEST)
     try:
         table = json.loads(content.decode("utf-8"), object_pairs_hook=_table)
@@ -73,7 +66,8 @@ def read_table(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a JSON object")
     level: list[Any] = [table]
     for _ in range(DEEPEST):
-        level = [item for value in level for item in _inside(value)]
+        inside = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
+        level = [item for item in inside if isinstance(item, (dict, list))]
     if level:
         raise CheckpointError(f"{path} is nested more than {DEEPEST} deep")
     return table
@@ -88,15 +82,16 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _inside(value: Any) -> list[Any]:
-    """What a table or list holds that can hold more."""
-    items = value.values() if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, (dict, list))]
-
-
 def write_table(path: Path, table: Mapping[str, Any]) -> None:
     """Write a JSON object and see it onto the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(table, file, indent=1)
+    with synced(path) as file:
+        file.write(json.dumps(table, indent=1).encode())
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write; on the disk when the block ends."""
+    with path.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())

@@ -31,6 +31,9 @@ class Block:
     boxes: bytes
 
 
+Kind = tuple[str, tuple[int, ...], bool]
+"""Of a tensor: dtype, shape, whether it is stacked."""
+
 Table = tuple[Block, ...]
 """What one rank holds, all of it. Tensors that only this rank has names for stand in a block of their own."""
 
@@ -64,22 +67,21 @@ class SavePlan:
 
 
 def make(tables: Sequence[Table]) -> SavePlan:
-    """Choose a writer for each chunk. tables: one per rank.
-
-    Raises:
-        CheckpointError: ranks hold tensors of one name that do not make up one tensor.
-    """
+    """Choose a writer for each chunk; a CheckpointError where tensors of one name do not make one. tables: by rank."""
     tensors: dict[str, StoredTensor] = {}
     ranks, items, cells = [], [], []
     first = 0
     load = np.zeros(len(tables), np.int64)
-    for name, held in sorted(_by_name(tables).items(), key=lambda one: (-one[1].elements, one[0])):
-        if len(held.kinds) > 1:
-            told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape, _ in sorted(held.kinds))
+    held = _by_name(tables)
+    largest = {name: max(math.prod(shape) for _, shape, _ in boxes) for name, boxes in held.items()}
+    for name in sorted(held, key=lambda name: (-largest[name], name)):
+        if len(held[name]) > 1:
+            told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape, _ in sorted(held[name]))
             raise CheckpointError(f"{name} is {told} on different ranks; a checkpoint holds one tensor per name")
-        [(dtype, shape, stacked)] = held.kinds
-        rows = held.rows()
-        dims = len(shape)
+        [((dtype, shape, stacked), boxes)] = held[name].items()
+        dims, rows = len(shape), np.concatenate(boxes)
+        filled = rows[np.all(rows[:, 2 + dims :] > 0, axis=1)]
+        rows = filled if len(filled) else rows[:1]
         try:
             cuts, cell = grid(shape, rows[:, 2 : 2 + dims], rows[:, 2 + dims :])
         except ValueError as error:
@@ -100,49 +102,25 @@ def make(tables: Sequence[Table]) -> SavePlan:
     return SavePlan(tensors, np.split(item[order], ends), chunk[order])
 
 
-class _Held:
-    """The boxes of one tensor on all ranks. kinds: (dtype, shape, stacked) as ranks say, one if they agree."""
-
-    def __init__(self) -> None:
-        self.kinds: set[tuple[str, tuple[int, ...], bool]] = set()
-        self._rows: list[Ints] = []
-
-    @property
-    def elements(self) -> int:
-        """Of the whole tensor."""
-        return max(math.prod(shape) for _, shape, _ in self.kinds)
-
-    def add(self, kind: tuple[str, tuple[int, ...], bool], places: Ints, boxes: Ints) -> None:
-        """places: [ranks, 2], rank and number in its table.  boxes: [ranks, 2 x dimensions], offsets and sizes."""
-        self.kinds.add(kind)
-        self._rows.append(np.concatenate([places, boxes], axis=1))
-
-    def rows(self) -> Ints:
-        """[boxes, 2 + 2 x dimensions]: rank, number in its table, offsets, sizes; without boxes that hold nothing."""
-        rows = np.concatenate(self._rows)
-        sizes = rows[:, 2 + (rows.shape[1] - 2) // 2 :]
-        filled = rows[np.all(sizes > 0, axis=1)]
-        return filled if len(filled) else rows[:1]
-
-
-def _by_name(tables: Sequence[Table]) -> dict[str, _Held]:
-    said: dict[bytes, list[list[Any]]] = {}
+def _by_name(tables: Sequence[Table]) -> dict[str, dict[Kind, list[Ints]]]:
+    """Name -> kind, one if ranks agree -> [boxes, 2 + 2 x dimensions]: rank, number in its table, offsets, sizes."""
+    headers: dict[bytes, list[list[Any]]] = {}
     alike: dict[bytes, list[tuple[int, int, bytes]]] = {}
     for rank, table in enumerate(tables):
         first = 0
         for block in table:
-            if block.header not in said:
-                said[block.header] = json.loads(block.header)
+            if block.header not in headers:
+                headers[block.header] = json.loads(block.header)
             alike.setdefault(block.header, []).append((rank, first, block.boxes))
-            first += len(said[block.header])
-    found: dict[str, _Held] = {}
+            first += len(headers[block.header])
+    held: dict[str, dict[Kind, list[Ints]]] = {}
     for header, holders in alike.items():
         boxes = np.stack([np.frombuffer(numbers, np.int64) for _, _, numbers in holders])
         places = np.array([(rank, first) for rank, first, _ in holders])
         at = 0
-        for number, (name, dtype, shape, *stacked) in enumerate(said[header]):
+        for number, (name, dtype, shape, *stacked) in enumerate(headers[header]):
             end = at + 2 * len(shape)
-            held = found.setdefault(name, _Held())
-            held.add((dtype, tuple(shape), bool(stacked)), places + np.array([0, number]), boxes[:, at:end])
+            rows = np.concatenate([places + np.array([0, number]), boxes[:, at:end]], axis=1)
+            held.setdefault(name, {}).setdefault((dtype, tuple(shape), bool(stacked)), []).append(rows)
             at = end
-    return found
+    return held

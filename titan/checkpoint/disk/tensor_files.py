@@ -6,35 +6,32 @@ tensor at a time, because the library's writer wants all tensors of a file in me
 """
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan.checkpoint.disk.plain import cannot_be_read
+from titan.checkpoint.disk.folder import read_json
+from titan.checkpoint.disk.plain import cannot_be_read, synced
 from titan.data.tokens.files import leads_outside
 from titan.errors import CheckpointError
 from titan.paths import refuse_lfs_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = "pytorch_model*.bin"
 WEIGHTS = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5",
     "*.msgpack", "*.onnx", "*.onnx_data",
 )  # fmt: skip
-"""Files with weights, in any format."""
+"""Names of files with weights, or the index of such files, in any format."""
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights that can be read, by their safetensors names; other dtypes are packed or quantized."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a file. `type` is the format's word for it, a key of TYPES where it can be read."""
 
     name: str
@@ -43,11 +40,7 @@ class Stored:
     type: str
 
     def read(self, bounds: Sequence[slice]) -> Tensor:
-        """A part of it, a slice with start and stop for each dimension; nothing else of the file is read.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """A part of it, a slice with start and stop for each dimension; nothing else of the file is read."""
         with _opened(self.file) as file:
             value: Tensor = file.get_slice(self.name)[tuple(bounds)]
         return value
@@ -79,14 +72,14 @@ def find_tensors(folder: Path, absent: Collection[str] = ()) -> dict[str, Stored
     if (folder / SINGLE).is_file():
         return {tensor.name: tensor for tensor in _tensors_in(folder / SINGLE)}
     if not (folder / INDEX).is_file():
-        pickled = sorted(path.name for path in folder.glob(PICKLED))
-        why = (
-            f"; {pickled[0]} is a pickle, which can contain code, and is not read; convert it to safetensors"
-            if pickled
-            else ""
-        )
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{why}")
-    index = _read_index(folder / INDEX)
+        pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        reason = "is a pickle, which can contain code, and is not read; convert it to safetensors"
+        told = f"; {pickles[0]} {reason}" if pickles else ""
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{told}")
+    index = read_json(folder / INDEX)
+    index = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map of names to files")
     files = [(file, _inside(folder, file)) for file in sorted(set(index.values()))]
     shards = {file: {tensor.name: tensor for tensor in _tensors_in(path)} for file, path in files}
     tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
@@ -96,25 +89,6 @@ def find_tensors(folder: Path, absent: Collection[str] = ()) -> dict[str, Stored
         elif name in tensors or name not in absent:
             raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
     return tensors
-
-
-def is_weights(file: Path) -> bool:
-    """Whether a file holds weights, or the index of such files, by its name."""
-    return any(file.match(pattern) for pattern in WEIGHTS)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot_be_read(path, error) from error
-    except ValueError as error:
-        refuse_lfs_pointer(path, CheckpointError)
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise CheckpointError(f"{path} has no weight_map of names to files")
-    return names
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -132,11 +106,7 @@ def _tensors_in(path: Path) -> list[Stored]:
         return [Stored(name, path, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()]
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """Shape and dtype of a tensor that will be written."""
 
     shape: tuple[int, ...]
@@ -154,11 +124,15 @@ def write_tensors(
     """Write tensors into files of at most `shard_bytes` (or one tensor), with their index where there are several.
 
     value: gives a tensor when its turn has come; none is kept.
-
-    Raises:
-        OSError: what the file system said.
     """
-    shards = _shards(tensors, shard_bytes)
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.bytes
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     for file, shard in zip(names, shards, strict=True):
@@ -171,18 +145,6 @@ def write_tensors(
         write_file(folder / INDEX, index)
 
 
-def _shards(tensors: Mapping[str, Planned], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.bytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor.bytes
-    return shards
-
-
 def _write_file(path: Path, tensors: Mapping[str, Planned], value: Callable[[str], Tensor]) -> None:
     words = {dtype: word for word, dtype in TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -192,21 +154,16 @@ def _write_file(path: Path, tensors: Mapping[str, Planned], value: Callable[[str
         header[name] = {"dtype": words[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
-    with path.open("wb") as file:
+    with synced(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             given = value(name).contiguous()
             assert tuple(given.shape) == tensor.shape and given.dtype is tensor.dtype
             file.write(given.view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_file(path: Path, content: bytes | Mapping[str, Any]) -> None:
     """Write bytes, or a JSON value, to a file in a folder that may be new, and see them onto the disk."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    data = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with synced(path) as file:
+        file.write(content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode())
