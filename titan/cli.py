@@ -23,7 +23,6 @@ from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, ConfigIssue
 from titan.paths import expanded, told
 from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag
 
-TRAIN = {"train": "titan.launch"}
 ENTRY_POINTS = "titan.commands"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
 """`--table.key`, alone or with `=value`."""
@@ -63,14 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
     try:
-        _refuse_unknown_flags(own, subparsers.choices.get(asked, parser))
+        of_command = subparsers.choices.get(asked, parser)
+        known = {*_flags(of_command), TRACEBACK_FLAG}
+        for word in itertools.takewhile(lambda word: word != "--", own):  # before argparse says that a flag is missing
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and flag not in known and " " not in flag:  # with a space it is text to argparse
+                _refuse(word, of_command)
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
         for name, value in vars(args).items():
             if isinstance(value, Path):
                 setattr(args, name, expanded(value, f"--{name.replace('_', '-')}"))
         if unknown := rest if hasattr(args, "takes_overrides") else [*rest, *overrides]:
-            _refuse(unknown[0], subparsers.choices[asked])
+            _refuse(unknown[0], of_command)
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -89,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of a command without `--table.key value`, and these: argparse would take a value for a position."""
-    own: list[str] = []
-    overrides: list[str] = []
-    awaited = False
+    own, overrides, awaited = list[str](), list[str](), False
     for word in words:
         key = OVERRIDE.match(word)
         (overrides if key or (awaited and not word.startswith("--")) else own).append(word)
@@ -99,20 +101,11 @@ def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
-def _refuse_unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse a misspelt flag, before argparse says that the right one is missing. parser: of the command."""
-    known = {*_flags(parser), TRACEBACK_FLAG}
-    for word in itertools.takewhile(lambda word: word != "--", words):
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in known and " " not in flag:  # with a space, argparse takes it for text
-            _refuse(word, parser)
-
-
 def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     overridable = parser.get_default("takes_overrides")
     what = "expected --table.key value" if overridable else f"{parser.prog} takes no such argument"
-    flag = word.partition("=")[0]
-    near = (overridable and _keys(word)) or difflib.get_close_matches(flag, list(_flags(parser)), n=1)
+    flags = difflib.get_close_matches(word.partition("=")[0], list(_flags(parser)), n=1)
+    near = (overridable and _keys(word)) or flags
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     raise ConfigError([ConfigIssue("command line", f"{word}: {what}{hint}")])
 
@@ -144,7 +137,7 @@ def _commands(asked: str) -> dict[str, ModuleType]:
     """The module of the command asked for; those of all commands where it is none. A module may import for seconds."""
     own = {module.name: f"titan.commands.{module.name}" for module in pkgutil.iter_modules(titan.commands.__path__)}
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    found = dict(sorted({**{entry.name: entry.value for entry in entries}, **own}.items())) | TRAIN
+    found = dict(sorted({**{entry.name: entry.value for entry in entries}, **own}.items())) | {"train": "titan.launch"}
     return {name: importlib.import_module(found[name]) for name in ([asked] if asked in found else found)}
 
 

@@ -14,15 +14,7 @@ import time
 from collections.abc import Sequence
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, ConfigIssue, TitanError
-from titan.ranks.meeting import signals
-from titan.ranks.meeting.launch_env import (
-    STARTED,
-    LaunchEnv,
-    drop_rank_variables,
-    find_place,
-    max_restarts,
-    rank_environment,
-)
+from titan.ranks.meeting import launch_env, signals
 from titan.terminal import report, stand_in_for_closed, take_traceback_flag
 from titan.usage import USAGE
 
@@ -61,15 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(words: list[str]) -> int:
-    mine = rank_environment(os.environ)
-    if mine is not None:
+    if (mine := launch_env.rank_environment(os.environ)) is not None:
         os.environ.update(mine)
         return _train_here(words, first=os.environ["RANK"] == "0")
-    place, restarts = find_place(os.environ), max_restarts(os.environ)
-    drop_rank_variables(os.environ)
-    if place.world_size > 1 or restarts:
-        return _launch(words, place, restarts)
-    return _train_here(words, first=True)
+    place, restarts = launch_env.find_place(os.environ), launch_env.max_restarts(os.environ)
+    launch_env.drop_rank_variables(os.environ)
+    if place.world_size == 1 and not restarts:
+        return _train_here(words, first=True)
+    os.environ[launch_env.STARTED] = str(time.monotonic())
+    from titan.config import load_job, split_arguments
+    from titan.ranks.launcher import start
+    from titan.ranks.meeting.same_job import statement_of
+
+    job = load_job(*split_arguments(words), place.world_size)
+    if restarts and not job.checkpoint.goes_on:
+        what = 'restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
+        raise ConfigError([ConfigIssue("environment", f"MAX_RESTARTS = {restarts}: {what}")])
+    return start(
+        _train, words, place, statement_of(job), restarts, job.folder / "logs", fork_with=("titan.train",),
+        expendable=job.expendable, limit_s=job.comm.init_timeout_s,
+    )  # fmt: skip
 
 
 def _train(words: list[str]) -> int:
@@ -78,29 +81,10 @@ def _train(words: list[str]) -> int:
     return train(words)
 
 
-def _train_here(words: list[str], first: bool) -> int:
-    """Be a rank, in this process; the first one of a run asks Slurm to run it again."""
+def _train_here(words: list[str], first: bool) -> int:  # the first rank of a run asks Slurm to run it again
     from titan.ranks.launcher import again_by_slurm
 
     return again_by_slurm(_train(words), signals.heard(), first)
-
-
-def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
-    os.environ[STARTED] = str(time.monotonic())
-    from titan.config import load_job, split_arguments
-    from titan.ranks.launcher import start
-    from titan.ranks.meeting.same_job import statement_of
-
-    job = load_job(*split_arguments(words), place.world_size)
-    if restarts and not job.checkpoint.goes_on:
-        what = (
-            f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
-        )
-        raise ConfigError([ConfigIssue("environment", what)])
-    return start(
-        _train, words, place, statement_of(job), restarts, job.folder / "logs", fork_with=("titan.train",),
-        expendable=job.expendable, limit_s=job.comm.init_timeout_s,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

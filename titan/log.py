@@ -13,16 +13,12 @@ log = logging.getLogger("titan")
 
 
 class _Plain(logging.Formatter):
-    """Words as they are; anything above INFO says its level first."""
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return text if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {text}"
 
 
 class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
-    """stderr, until it is closed."""
-
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -32,13 +28,10 @@ class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _File(logging.FileHandler):
-    """A rank's file. What it cannot take for now stays in its buffer, and is tried again with the next line."""
-
-    _told = False
+    _told = False  # what the file cannot take for now stays in its buffer, and is tried again with the next line
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
+        if isinstance(error := sys.exc_info()[1], OSError):
             self._tell(error)
         else:
             super().handleError(record)
@@ -56,10 +49,7 @@ class _File(logging.FileHandler):
 
 
 def set_up(rank: int, folder: Path | None = None) -> None:
-    """Send this rank's log to stderr (rank 0) and, if `folder` is given, to `folder`/rank-N.log.
-
-    Level DEBUG goes to the file only.
-    """
+    """Send this rank's log to stderr (rank 0, without level DEBUG) and, if there is one, to `folder`/rank-N.log."""
     log.setLevel(logging.DEBUG)
     log.propagate = False
     for handler in list(log.handlers):

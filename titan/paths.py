@@ -1,8 +1,7 @@
 """Paths that depend on the user and the machine: home folders, temporary folders, sockets, the way names are encoded.
 
-What cannot be had is refused with the key or the variable to set, as a `ConfigError`: started again, a run would meet
-the same. Containers that run as a number without an entry among the users have no home, and jobs of a scheduler often
-have long temporary folders.
+What cannot be had is a `ConfigError` with the key or the variable to set. Containers that run as a number without an
+entry among the users have no home, and jobs of a scheduler often have long temporary folders.
 """
 
 import contextlib
@@ -17,17 +16,10 @@ from titan.errors import ConfigError, ConfigIssue, DataError, TitanError, by_err
 
 _SET_UTF8 = "set PYTHONUTF8=1, or a UTF-8 locale in LC_ALL"
 
-_SOCKET_BYTES = 103
-"""Longest path of a socket: 103 on macOS and BSD, 107 on Linux."""
-
-_SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"
-"""What `multiprocessing` appends to its temporary folder."""
-
-
+# all of a pointer file, of at most 1,023 bytes (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)
 _LFS_POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\r?\n(?:ext-.*\n)*oid sha256:[0-9a-f]{64}\r?\nsize (\d+)\s*"
 )
-"""All of a pointer file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md): at most 1,023 bytes."""
 
 
 def expanded(path: str | Path, key: str) -> Path:
@@ -44,24 +36,21 @@ def expanded(path: str | Path, key: str) -> Path:
     except UnicodeEncodeError:
         why = f"file names are {sys.getfilesystemencoding()} here; {_SET_UTF8}"
         raise ConfigError([ConfigIssue("", f"{key} = {str(path)!a}: {why}")]) from None
-    if "\0" in text:
-        raise ConfigError([ConfigIssue("", f"{key} = {text!r}: no file name has a zero byte")])
     first = Path(text).parts[:1]
-    if not text.startswith("~") or (first != ("~",) and os.path.lexists(first[0])):
+    if "\0" in text:
+        what = "no file name has a zero byte"
+    elif not text.startswith("~") or (first != ("~",) and os.path.lexists(first[0])):
         return Path(text)
-    if first == ("~",):
+    elif first == ("~",):
         why = f"HOME is not set, and no entry of the users gives user {os.getuid()} a home folder"
-        raise ConfigError([ConfigIssue("", f"{key} = {text!r}: {why}; set HOME, or {key} to a path without ~")])
-    what = f"there is no user {first[0][1:]!r}; begin the name of a file with ./"
+        what = f"{why}; set HOME, or {key} to a path without ~"
+    else:
+        what = f"there is no user {first[0][1:]!r}; begin the name of a file with ./"
     raise ConfigError([ConfigIssue("", f"{key} = {text!r}: {what}")])
 
 
 def temporary_folder() -> Path:
-    """The folder for temporary files.
-
-    Raises:
-        ConfigError: none can be written to.
-    """
+    """The folder for temporary files; a ConfigError where none can be written to."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError as error:
@@ -70,11 +59,7 @@ def temporary_folder() -> Path:
 
 
 def check_writable(folder: Path, variable: str) -> None:
-    """Make a folder that a variable of the environment names, if need be, and see whether it can be written to.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Make a folder that a variable of the environment names, if need be; a ConfigError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # access alone says nothing to root, or of quotas
@@ -84,11 +69,7 @@ def check_writable(folder: Path, variable: str) -> None:
 
 
 def check_output(path: Path | None, flag: str) -> None:
-    """Find out before long work whether a file can be written; None: none is asked for.
-
-    Raises:
-        ConfigError: it cannot, as its folder is read-only, or it is a folder itself.
-    """
+    """A ConfigError, before long work, if a file is asked for that cannot be written, or is a folder."""
     if path is None:
         return
     real = os.path.realpath(path)
@@ -103,12 +84,8 @@ def check_output(path: Path | None, flag: str) -> None:
 
 
 def shorten_sockets() -> None:
-    """Have `multiprocessing` put its sockets elsewhere where TMPDIR is too long for them, in this process and those
-    that it starts.
-
-    Raises:
-        ConfigError: no shorter folder can be written to.
-    """
+    """Have `multiprocessing` put its sockets elsewhere where TMPDIR is too long for them, here and in processes that
+    this one starts; a ConfigError where no shorter folder can be written to."""
     given = temporary_folder()
     if _fits(given):
         return
@@ -126,15 +103,12 @@ def shorten_sockets() -> None:
 
 
 def _fits(folder: Path) -> bool:
-    return len(os.fsencode(folder)) + len(_SOCKET_NAME) <= _SOCKET_BYTES
+    # with what `multiprocessing` appends; the path of a socket has at most 103 bytes on macOS and BSD, 107 on Linux
+    return len(os.fsencode(folder / "pymp-xxxxxxxx" / "listener-xxxxxxxx")) <= 103
 
 
 def check_python() -> None:
-    """Refuse where processes of Python are to be started and this user may not start any.
-
-    Raises:
-        ConfigError: the user may not, as where Python lies in the home folder of another.
-    """
+    """Raise a ConfigError where this user may not start Python, as where it lies in the home folder of another."""
     if sys.executable and not os.access(sys.executable, os.X_OK):
         real = os.path.realpath(sys.executable)
         what = f"user {os.getuid()} may not execute {real}, of which processes are to be started"
@@ -145,18 +119,14 @@ def undecoded(word: str) -> str:
     """What is wrong with a word of the command line that holds bytes of no character; empty: nothing."""
     try:
         word.encode()
+        return ""
     except UnicodeEncodeError:
         encoding = sys.getfilesystemencoding()
-        mend = "rename what is called so" if encoding == "utf-8" else _SET_UTF8
-        return f"{word!a} is not {encoding}; {mend}"
-    return ""
+        return f"{word!a} is not {encoding}; {'rename what is called so' if encoding == 'utf-8' else _SET_UTF8}"
 
 
 def told(error: OSError, path: str | Path = "") -> str:
-    """Which path an error of the system is about, and what it says; a link that leads nowhere is said to be one.
-
-    path: where the error names none.
-    """
+    """Which path (where an error of the system names none, this one) it is about, and what it says."""
     named = os.fsdecode(error.filename or path)
     return dangling(named) or f"{named}: {error.strerror or error}"
 
@@ -177,14 +147,11 @@ def dangling(path: str | Path) -> str:
 
 
 def refuse_lfs_pointer(path: Path, error: type[TitanError] = DataError) -> None:
-    """Raise `error` if a file is what a clone without Git LFS has in its place: a few lines that name it.
-
-    Text that goes on after these lines, or begins otherwise, is no pointer. Silent if the file cannot be read.
-    """
+    """Raise `error` if a file is all that a clone without Git LFS has: a pointer. Silent if it cannot be read."""
     try:
         pointer = _LFS_POINTER.fullmatch(path.read_bytes()) if 0 < path.stat().st_size < 1024 else None
     except OSError:
         return
     if pointer:
-        size = f"{int(pointer[1]):,} bytes"
-        raise error(f"{path} is a Git LFS pointer, not the file itself ({size}); fetch it with: git lfs pull")
+        what = f"is a Git LFS pointer, not the file itself ({int(pointer[1]):,} bytes)"
+        raise error(f"{path} {what}; fetch it with: git lfs pull")

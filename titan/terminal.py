@@ -11,12 +11,10 @@ from typing import TextIO
 
 from titan.errors import TitanError
 
-GONE = (errno.EPIPE, errno.EIO)
-"""errno values of a write to a terminal or pipe that has been closed."""
+GONE = (errno.EPIPE, errno.EIO)  # of a write to a terminal or pipe that has been closed
 
 TRACEBACK_FLAG = "--traceback"
 _TRACEBACK = "TITAN_TRACEBACK"
-_WARNED = "TITAN_WARNED"
 
 
 def take_traceback_flag(words: Sequence[str]) -> list[str]:
@@ -57,10 +55,9 @@ def stand_in_for_closed() -> None:
 
 
 def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What is written for characters that a stream cannot have: as TOML and JSON write them, and bytes of names as they
-    were."""
+    """Characters that a stream cannot have, as TOML and JSON write them; bytes of names as they were."""
     assert isinstance(error, UnicodeEncodeError)
-    numbers = [ord(character) for character in error.object[error.start : error.end]]
+    numbers = list(map(ord, error.object[error.start : error.end]))
     if all(0xDC80 <= number <= 0xDCFF for number in numbers):
         return bytes(number - 0xDC00 for number in numbers), error.end
     return "".join(f"\\U{n:08x}" if n > 0xFFFF else f"\\u{n:04x}" for n in numbers), error.end
@@ -91,12 +88,12 @@ def warn(text: str, error: Exception) -> None:
 
 def warn_once(text: str) -> None:
     """Print a warning on stderr, on rank 0 only, and only once in this process and the processes it starts."""
-    warned = os.environ.get(_WARNED, "").splitlines()
+    warned = os.environ.get("TITAN_WARNED", "").splitlines()
     if text in warned:
         return
-    os.environ[_WARNED] = "\n".join([*warned, text])  # the ranks that this process starts read the same job
-    ranks = (os.environ[name] for name in ("RANK", "NODE_RANK", "SLURM_PROCID") if os.environ.get(name))
-    if next(ranks, "0") == "0":
+    os.environ["TITAN_WARNED"] = "\n".join([*warned, text])  # the ranks that this process starts read the same job
+    ranks = (os.environ.get(name) for name in ("RANK", "NODE_RANK", "SLURM_PROCID"))
+    if next(filter(None, ranks), "0") == "0":
         say(f"warning: {text}")
 
 

@@ -114,7 +114,7 @@ def _texts(sources: list[Dataset]) -> Iterator[str]:
 def _dataset(name: str | None, path: list[str] | None) -> Dataset:
     """The dataset of that name on these files (None: the default one)."""
     registry.load_plugins()
-    plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
+    plugin = registry.chosen(Dataset.kind, name)
     if plugin is None or registry.trouble(Dataset.kind, plugin.name):
         raise ConfigError(f"command line: --data {name}: {registry.trouble(Dataset.kind, str(name))}")
     config, issues = parse(plugin.Config, {} if path is None else {"path": path}, Where("data", "command line"))

@@ -17,19 +17,18 @@ from titan.paths import dangling, expanded, undecoded
 
 
 def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None:
-    """Run the checks of the model and of the enabled techniques.
+    """Run the checks of the model and of the enabled techniques; raises a ConfigError with every fault found.
 
     where: gives the place of a table by its name's parts.
     trains: whether the job trains; else it uses a model, as generation does.
-
-    Raises:
-        ConfigError: with every fault found.
     """
-    sizes = sentences(job.model, "check")
-    faults = [_fault(where("model"), sentence) for sentence in sizes]
+    faults = [_fault(where("model"), sentence) for sentence in sentences(job.model, "check")]
     faults += [*_unfit_name(job, where("run")), *_absent_folders(job, where("checkpoint"))]
     if not faults:
-        spec = _plan(job, where())
+        try:
+            spec, _ = job.spec, job.precision  # both are asked now, so that hooks that return nothing are refused here
+        except PluginError as error:
+            raise ConfigError([ConfigIssue(where().source, str(error))]) from None
         if job.data.seq_len > spec.max_seq_len:
             what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
@@ -39,14 +38,13 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         faults += groups.check(job.optimizer, job, where) if trains else []
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
-            found = sentences(technique, "check", job, spec)
-            faults += [_fault(where("plugins", technique.name), sentence) for sentence in found]
+            place = where("plugins", technique.name)
+            faults += [_fault(place, sentence) for sentence in sentences(technique, "check", job, spec)]
     if faults:
         raise ConfigError(faults)
 
 
-def _fault(place: Where, sentence: str) -> ConfigIssue:
-    """A fault of a table, whose name the sentence may begin with."""
+def _fault(place: Where, sentence: str) -> ConfigIssue:  # of a table, whose name the sentence may begin with
     return place.fault("", re.sub(rf"^\[{re.escape(place.table)}\]:? ", "", sentence))
 
 
@@ -59,22 +57,18 @@ def without_effect(job: Job) -> list[str]:
     ]
 
 
-def _unsliced(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
+def _unsliced(job: Job, spec: ModelSpec, where: Where) -> Iterator[ConfigIssue]:
     """What keeps axes above 1 from slicing sequences."""
     axes = [axis for axis in job.layout.axes_of("sliced") if job.layout.degree(axis) > 1]
-    found = []
+    if not axes:
+        return
     if len(axes) > 1:
-        found.append(where.fault(axes[1], f"and mesh.{axes[0]} would both slice sequences; set one of them to 1"))
-    if axes and not spec.attention:
-        what = (
-            f"= {job.layout.degree(axes[0])}: slices sequences, but the model names no attention in ModelSpec.attention"
-        )
-        found.append(where.fault(axes[0], what))
-    if axes and spec.whole_sequences:
-        found.append(
-            where.fault(axes[0], f"= {job.layout.degree(axes[0])}: slices sequences, but {spec.whole_sequences}")
-        )
-    return found
+        yield where.fault(axes[1], f"and mesh.{axes[0]} would both slice sequences; set one of them to 1")
+    sliced = f"= {job.layout.degree(axes[0])}: slices sequences, but"
+    if not spec.attention:
+        yield where.fault(axes[0], f"{sliced} the model names no attention in ModelSpec.attention")
+    if spec.whole_sequences:
+        yield where.fault(axes[0], f"{sliced} {spec.whole_sequences}")
 
 
 def _unfilled(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
@@ -98,24 +92,14 @@ def _unfit_name(job: Job, where: Where) -> Iterator[ConfigIssue]:
         yield where.fault("name", f"= {job.run.name!r}: must be a folder below run.dir")
 
 
-def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
-    faults = []
+def _absent_folders(job: Job, where: Where) -> Iterator[ConfigIssue]:
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
     if resume == "required" and not job.checkpoint.enabled:
-        faults.append(where.fault("resume", "= 'required': but checkpoints are off; set enabled = true"))
+        yield where.fault("resume", "= 'required': but checkpoints are off; set enabled = true")
     if resume not in RESUME and not os.path.exists(path := expanded(resume, "checkpoint.resume")):
         why = dangling(path) or "no such folder"
-        what = f"= {resume!r}: {why}; give one that exists, or one of {', '.join(map(repr, RESUME))}"
-        faults.append(where.fault("resume", what))
+        known = ", ".join(map(repr, RESUME))
+        yield where.fault("resume", f"= {resume!r}: {why}; give one that exists, or one of {known}")
     goes_on = job.checkpoint.goes_on and os.path.isdir(job.folder / "checkpoints")  # and does not read init_from then
     if init_from and not goes_on and not os.path.exists(path := expanded(init_from, "checkpoint.init_from")):
-        faults.append(where.fault("init_from", f"= {init_from!r}: {dangling(path) or 'no such folder'}"))
-    return faults
-
-
-def _plan(job: Job, where: Where) -> ModelSpec:
-    try:
-        spec, _ = job.spec, job.precision  # both are asked now, so that hooks that return nothing are refused here
-    except PluginError as error:
-        raise ConfigError([ConfigIssue(where.source, str(error))]) from None
-    return spec
+        yield where.fault("init_from", f"= {init_from!r}: {dangling(path) or 'no such folder'}")

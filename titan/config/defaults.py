@@ -1,8 +1,4 @@
-"""A saved job with the defaults of what it lacks.
-
-An option that is new has a default under which a run does what it did before there was the option, so a job that lacks
-it is the job with the default. The same goes for a section and for the options of a plugin.
-"""
+"""A saved job with the defaults of what it lacks: under the default of a new option, a run does what it did before."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,27 +27,17 @@ def filled(table: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found["validation"], dict) and "name" in found["validation"]:
         found["validation"] = _with_plugin(found["validation"], Dataset)
     if isinstance(techniques := found.get("plugins"), Mapping):
-        found["plugins"] = {name: _technique(str(name), values) for name, values in techniques.items()}
+        plugins = {name: registry.find(Technique.kind, str(name)) for name in techniques}
+        defaults = {name: {"enabled": True, **default_table(p.Config)} for name, p in plugins.items() if p}
+        found["plugins"] = {k: _over(defaults[k], v) if k in defaults else v for k, v in techniques.items()}
     return found
 
 
 def _over(defaults: Mapping[str, Any], values: Any) -> Any:
-    if values is None:
-        return dict(defaults)
-    return {**defaults, **values} if isinstance(values, Mapping) else values
+    return {**defaults, **(values or {})} if values is None or isinstance(values, Mapping) else values
 
 
 def _with_plugin(values: Any, contract: type[Plugin]) -> Any:
-    """A table with the defaults of the plugin that its `name` picks, or of its kind's default."""
-    if values is not None and not isinstance(values, Mapping):
-        return values
-    name = (values or {}).get("name")
-    plugin = registry.default_of(contract.kind) if name is None else registry.find(contract.kind, str(name))
-    if plugin is None:
-        return values or {}
-    return _over({"name": plugin.name, **default_table(plugin.Config)}, values)
-
-
-def _technique(name: str, values: Any) -> Any:
-    plugin = registry.find(Technique.kind, name)
-    return values if plugin is None else _over({"enabled": True, **default_table(plugin.Config)}, values)
+    name = values.get("name") if isinstance(values, Mapping) else None
+    plugin = registry.chosen(contract.kind, name)
+    return _over({"name": plugin.name, **default_table(plugin.Config)} if plugin else {}, values)

@@ -1,7 +1,7 @@
 """`[[optimizer.groups]]`: parameters that the run's optimizer treats by options of their own.
 
-Each group is the same plugin with its options merged over those of `[optimizer]`; what each builds is joined into one
-optimizer. So groups work with every optimizer.
+Each group is the same plugin, of whatever name, with its options merged over those of `[optimizer]`; what each builds
+is joined into one optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,16 +34,12 @@ Word = Literal["matrix", "table", "head", "vector", "expert"]
 WORDS: tuple[Word, ...] = get_args(Word)
 """What `match` may name besides globs: a `ParameterKind`, in which "matrix" leaves stacks of weights to "expert"."""
 
-DECAY = "weight_decay"
-"""An option that a group which states it has for all of its parameters, norms and embeddings too."""
-
 
 @dataclass(frozen=True)
 class Group:
     """Parameters with options of their own.
 
-    match: words and globs; one that fits is enough.  optimizer: with the group's options.  stated: the group as the
-    resolved TOML has it.
+    match: words and globs, of which any may fit.  optimizer: with the group's options.  stated: its resolved table.
     """
 
     match: tuple[str, ...]
@@ -57,9 +53,9 @@ class Group:
 
     @property
     def decays(self) -> bool:
-        """Whether the group states a weight decay, which then all of its parameters have."""
-        over = {each.key for each in options_of(type(self.optimizer.config)) if each.spec.over == DECAY}
-        return bool(self.stated.keys() & {DECAY, *over})
+        """Whether the group states a weight decay, which then all of its parameters have, norms and embeddings too."""
+        over = {each.key for each in options_of(type(self.optimizer.config)) if each.spec.over == "weight_decay"}
+        return bool(self.stated.keys() & {"weight_decay", *over})
 
     def __str__(self) -> str:
         return f"match = {shown(self.match[0] if len(self.match) == 1 else list(self.match))}"
@@ -69,9 +65,8 @@ def listed(optimizer: Optimizer) -> list[str]:
     """A line for each group of an optimizer, with its options."""
     if not isinstance(optimizer, GroupedOptimizer):
         return []
-    options = ([f"{key} = {value}" for key, value in g.stated.items() if key != "match"] for g in optimizer.groups)
-    own = zip(optimizer.groups, options, strict=True)
-    return [f"optimizer group {group}: {', '.join(each) or 'as the rest'}" for group, each in own]
+    own = [", ".join(f"{k} = {v}" for k, v in group.stated.items() if k != "match") for group in optimizer.groups]
+    return [f"optimizer group {group}: {o or 'as the rest'}" for group, o in zip(optimizer.groups, own, strict=True)]
 
 
 def word_of(kind: ParameterKind, ndim: int) -> Word:
@@ -96,18 +91,16 @@ class GroupedOptimizer(Optimizer):
 
     def check(self, job: Job) -> Iterator[str]:
         """What the plugin says under the options of `[optimizer]`, and under those of each group; each once."""
-        said = (
-            sentence for plugin in (self.rest, *(g.optimizer for g in self.groups)) for sentence in plugin.check(job)
-        )
-        yield from dict.fromkeys(said)
+        plugins = (self.rest, *(group.optimizer for group in self.groups))
+        yield from dict.fromkeys(sentence for plugin in plugins for sentence in plugin.check(job))
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """A line for each group that this rank has parameters of, and one for the rest."""
         lines = []
         for plugin, group, members in self._dealt(parameters):
             if members:
-                what = f"group {group}, " if group else ""
-                lines.append(": ".join(filter(None, (f"{what}{len(members)} tensors", plugin.describe(members)))))
+                count = f"{f'group {group}, ' if group else ''}{len(members)} tensors"
+                lines.append(": ".join(filter(None, (count, plugin.describe(members)))))
         return "\n  ".join(lines)
 
     def misfits(self, model: Model, spec: ModelSpec) -> Iterator[tuple[int, str]]:
@@ -130,22 +123,16 @@ class GroupedOptimizer(Optimizer):
         self, parameters: Sequence[NamedParameter]
     ) -> Iterator[tuple[Optimizer, Group | None, list[NamedParameter]]]:
         """(plugin, group, its parameters) of each group, and first of the rest."""
-        at = [
-            next((i for i, g in enumerate(self.groups) if g.takes(p.name, p.kind, p.parameter.ndim)), -1)
-            for p in parameters
-        ]
-        yield self.rest, None, [p for p, number in zip(parameters, at, strict=True) if number < 0]
-        for i, group in enumerate(self.groups):
-            members = [p for p, number in zip(parameters, at, strict=True) if number == i]
-            yield (
-                group.optimizer,
-                group,
-                [replace(p, decays=True) for p in members] if group.decays else members,
-            )
+        members: list[list[NamedParameter]] = [[] for _ in range(1 + len(self.groups))]
+        for p in parameters:
+            takers = (i for i, group in enumerate(self.groups, 1) if group.takes(p.name, p.kind, p.parameter.ndim))
+            members[next(takers, 0)].append(p)
+        yield self.rest, None, members[0]
+        for group, own in zip(self.groups, members[1:], strict=True):
+            yield group.optimizer, group, [replace(p, decays=True) for p in own] if group.decays else own
 
 
 def _nearest(word: str, kinds: Mapping[str, tuple[ParameterKind, int]]) -> str:
-    """The word or the glob of a parameter of each layer that is nearest, or all there are; the kinds, for a word."""
     words = {word_of(*kind) for kind in kinds.values()}
     if word in WORDS:
         return f": the model has none of that kind, only {', '.join(map(repr, sorted(words)))}"
@@ -153,47 +140,41 @@ def _nearest(word: str, kinds: Mapping[str, tuple[ParameterKind, int]]) -> str:
     return did_you_mean(word, globs | words)
 
 
-# --- from a TOML ----------------------------------------------------------------------------------------------------
-
-
 def take(table: Table) -> Any:
     """Take the groups out of `[optimizer]`, before its other keys are read as options; None where there are none.
 
-    Groups are the host's: those of a lower file stay when an upper one, or the command line, names another optimizer.
-    A word of the command line that is no TOML stays a CliText.
+    Groups of a lower file stay when an upper one, or the command line, names another optimizer. A word of the command
+    line that is no TOML stays a CliText.
     """
     section = table.at(Optimizer.section)
     value = section.pop("groups", None) if isinstance(section, dict) else None
-    found = from_text(value) if isinstance(value, CliText) else value
-    return value if found == value else found
+    read = from_text(value) if isinstance(value, CliText) else value
+    return value if read == value else read
 
 
 def grouped(
     plugin: Any, entries: Any, where: Callable[..., Where], faults: list[ConfigIssue], resolved: dict[str, Any]
 ) -> Any:
-    """An optimizer with the groups of a TOML; itself where there are none. Adds to `faults` and to `resolved`."""
+    """An optimizer with the groups of a TOML, if there are any. Adds to `faults` and to `resolved`."""
     if entries in (None, []) or plugin is None:
         return plugin
-    if isinstance(entries, CliText):
-        what = f"= {shown(entries)}: is not TOML; write it as [{{match = 'head', lr = 1e-3}}]"
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        what = "must be a list of tables, [[optimizer.groups]]"
+        if isinstance(entries, CliText):
+            what = f"= {shown(entries)}: is not TOML; write it as [{{match = 'head', lr = 1e-3}}]"
         faults.append(where(Optimizer.section).fault("groups", what))
         return plugin
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        faults.append(where(Optimizer.section).fault("groups", "must be a list of tables, [[optimizer.groups]]"))
-        return plugin
-    made_of = [_group(plugin, entry, _place(where, number), faults) for number, entry in enumerate(entries)]
-    found = [group for group in made_of if group is not None]
+    groups = [_group(plugin, entry, _place(where, number), faults) for number, entry in enumerate(entries)]
+    found = [group for group in groups if group is not None]
     if found:
         resolved[Optimizer.section]["groups"] = [dict(group.stated) for group in found]
-    own = {name: getattr(plugin, name) for name in ("name", "separable", "takes_grad_scale")}
-    own["Config"] = type(plugin).Config
+    own = {name: getattr(plugin, name) for name in ("name", "separable", "takes_grad_scale", "Config")}
     return type(type(plugin).__name__, (GroupedOptimizer,), own)(plugin, found)
 
 
 def check(optimizer: Optimizer, job: Job, where: Callable[..., Where]) -> list[ConfigIssue]:
     """What an optimizer says of the job, and which of its groups do not fit the model."""
-    place = where(Optimizer.section)
-    found = [place.fault("", sentence) for sentence in sentences(optimizer, "check", job)]
+    found = [where(Optimizer.section).fault("", sentence) for sentence in sentences(optimizer, "check", job)]
     if isinstance(optimizer, GroupedOptimizer):
         misfits = optimizer.misfits(job.model, job.spec)
         found += [_place(where, number).fault("match", what) for number, what in misfits]
@@ -213,23 +194,16 @@ def _group(plugin: Optimizer, entry: Mapping[str, Any], where: Where, faults: li
         if each.spec.over in own:
             below.pop(each.key, None)
     config, found = parse(type(plugin).Config, {**below, **own}, where)
-    match = _match(entry, where, found)
+    value, match = entry.get("match", []), ()
+    try:
+        match = coerce([value] if isinstance(value, str) else value, tuple[str, ...])
+        if not match:
+            known = ", ".join(map(repr, WORDS))
+            found.append(where.fault("match", f"missing; name parameters by a glob, or by one of {known}"))
+    except ValueError as error:
+        found.append(where.fault("match", f"= {shown(value)}: {error} of strings, or a string"))
     faults += found
-    if config is None or found:
+    if config is None or not match:
         return None
     stated = {key: value for key, value in resolved_table(config).items() if key in own}
     return Group(match, made(type(plugin), config), {"match": entry["match"], **stated})
-
-
-def _match(entry: Mapping[str, Any], where: Where, faults: list[ConfigIssue]) -> tuple[str, ...]:
-    """The words and globs of a group."""
-    value = entry.get("match", [])
-    try:
-        words: tuple[str, ...] = coerce([value] if isinstance(value, str) else value, tuple[str, ...])
-    except ValueError as error:
-        faults.append(where.fault("match", f"= {shown(value)}: {error} of strings, or a string"))
-        return ()
-    if not words:
-        known = ", ".join(map(repr, WORDS))
-        faults.append(where.fault("match", f"missing; name parameters by a glob, or by one of {known}"))
-    return words

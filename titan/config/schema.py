@@ -2,7 +2,6 @@
 
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any, Literal, Union
 
 from titan.config.groups import WORDS
@@ -18,87 +17,67 @@ JsonSchema = dict[str, Any]
 def schema() -> JsonSchema:
     """The schema of every TOML that `load_job` takes, with the plugins known now."""
     registry.load_plugins()
+    axes = [axis for plugin in registry.of_kind(Technique.kind) for axis in getattr(plugin, "axes", ())]
+    degrees = {a.name: {"type": "integer", "description": a.doc, "default": a.default} for a in axes}
     properties: JsonSchema = {
-        "base": {"type": "string", "description": "file to inherit from; keys of this file override it"}
+        "base": {"type": "string", "description": "file to inherit from; keys of this file override it"},
+        **{name: _object(_options(section)) for name, section in SECTIONS.items()},
+        **{contract.section: _object(_any_of(contract)) for contract in ONE_OF},
+        "mesh": _object(degrees),
+        "plugins": {
+            **_object({"path": {"type": "array", "items": {"type": "string"}}, **_switchable(Technique.kind)}),
+            "additionalProperties": True,
+        },
     }
-    properties |= {name: _table(options_of(section)) for name, section in SECTIONS.items()}
-    properties |= {contract.section: _one_of(contract) for contract in ONE_OF}
-    properties["optimizer"]["properties"]["groups"] = _groups()
-    properties["data"] = _data()
-    properties["validation"]["properties"] |= _one_of(Dataset)["properties"]
-    techniques = [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
-    axes = {axis.name: axis for plugin in techniques for axis in plugin.axes}
-    properties["mesh"] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {a.name: {"type": "integer", "description": a.doc, "default": a.default} for a in axes.values()},
-    }
-    properties["plugins"] = {
-        "type": "object",
-        "additionalProperties": True,
-        "properties": {"path": {"type": "array", "items": {"type": "string"}}, **_switchable(techniques)},
-    }
-    properties["metrics"]["properties"] |= _switchable(registry.of_kind(Tracker.kind))
+    options = {key: found for key, found in _any_of(Optimizer).items() if key != "name"}
+    match = {"description": f"globs of parameters, or any of {', '.join(WORDS)}", "type": ["string", "array"]}
+    properties["optimizer"]["properties"]["groups"] = _list_of(_object({"match": match, **options}))
+    dataset = _any_of(Dataset)
+    entry = _object({**dataset, "weight": {"type": "number", "exclusiveMinimum": 0}})
+    properties["data"]["properties"] |= dataset | {"mixture": _list_of(entry)}
+    properties["validation"]["properties"] |= dataset
+    properties["metrics"]["properties"] |= _switchable(Tracker.kind)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "titan job",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
+        **_object(properties),
     }
 
 
-def _switchable(plugins: Iterable[type[Plugin]]) -> JsonSchema:
-    found = {}
-    for plugin in plugins:
-        found[plugin.name] = _table(options_of(plugin.Config))
-        found[plugin.name]["properties"]["enabled"] = {"type": "boolean"}
-    return found
+def _object(properties: JsonSchema) -> JsonSchema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _one_of(contract: type[Plugin]) -> JsonSchema:
-    """Any of the kind's plugins: the union of their keys, since the name may come from a base file."""
-    plugins = registry.of_kind(contract.kind)
-    merged: JsonSchema = {"name": {"enum": [plugin.name for plugin in plugins]}}
-    for plugin in plugins:
-        for key, found in _table(options_of(plugin.Config))["properties"].items():
-            merged[key] = found if merged.get(key, found) == found else {"description": "depends on name"}
-    presets = sorted({preset for plugin in plugins if issubclass(plugin, Model) for preset in plugin.presets})
-    if presets:
-        merged["preset"] = {"enum": presets}
-    return {"type": "object", "additionalProperties": False, "properties": merged}
-
-
-def _groups() -> JsonSchema:
-    """Groups of parameters: `match`, and the options of an optimizer."""
-    options = {key: found for key, found in _one_of(Optimizer)["properties"].items() if key != "name"}
-    match = {"description": f"globs of parameters, or any of {', '.join(WORDS)}", "type": ["string", "array"]}
-    entry = {"type": "object", "additionalProperties": False, "properties": {"match": match, **options}}
+def _list_of(entry: JsonSchema) -> JsonSchema:
     return {"type": "array", "items": entry}
 
 
-def _data() -> JsonSchema:
-    source = _one_of(Dataset)
-    entry = {**source, "properties": {**source["properties"], "weight": {"type": "number", "exclusiveMinimum": 0}}}
-    host = _table(options_of(SECTIONS["data"]))
-    host["properties"] |= source["properties"] | {"mixture": {"type": "array", "items": entry}}
-    return host
+def _switchable(kind: str) -> JsonSchema:
+    switch = {"enabled": {"type": "boolean"}}
+    return {plugin.name: _object(_options(plugin.Config) | switch) for plugin in registry.of_kind(kind)}
 
 
-def _table(options: Iterable[Option]) -> JsonSchema:
-    return {"type": "object", "additionalProperties": False, "properties": {o.key: _value(o) for o in options}}
+def _any_of(contract: type[Plugin]) -> JsonSchema:
+    """The keys of any of the kind's plugins, since the name may come from a base file."""
+    plugins = registry.of_kind(contract.kind)
+    merged: JsonSchema = {"name": {"enum": [plugin.name for plugin in plugins]}}
+    for plugin in plugins:
+        for key, found in _options(plugin.Config).items():
+            merged[key] = found if merged.get(key, found) == found else {"description": "depends on name"}
+    presets = sorted({preset for plugin in plugins if issubclass(plugin, Model) for preset in plugin.presets})
+    return merged | ({"preset": {"enum": presets}} if presets else {})
+
+
+def _options(config: type) -> JsonSchema:
+    return {option.key: _value(option) for option in options_of(config)}
 
 
 def _value(option: Option) -> JsonSchema:
     spec = option.spec
     found: JsonSchema = {"description": spec.doc + (f" [{spec.unit}]" if spec.unit else ""), **_type(option.hint)}
-    bounds = {
-        "minimum": spec.at_least,
-        "exclusiveMinimum": spec.above,
-        "maximum": spec.at_most,
-        "exclusiveMaximum": spec.below,
-    }
-    found |= {key: bound for key, bound in bounds.items() if bound is not None}
+    keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    bounds = zip(keys, (spec.at_least, spec.above, spec.at_most, spec.below), strict=True)
+    found |= {key: bound for key, bound in bounds if bound is not None}
     if option.default is not REQUIRED and option.default is not None:
         found["default"] = list(option.default) if isinstance(option.default, tuple) else option.default
     return found

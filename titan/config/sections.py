@@ -43,14 +43,12 @@ At = tuple[str | int, ...]
 """Path to a table of a job; a number counts the entries of a mixture."""
 
 
-def declared_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
+def declared_tables(job: Mapping[str, Any]) -> list[tuple[At, type]]:
     """Each table of a job and the dataclass of its options; a table that host and plugin share comes twice.
 
     Plugins that are unknown, and values that should be tables and are not, are left out.
     """
-    for path, config in _all_tables(job):
-        if isinstance(table_at(job, path), dict):
-            yield path, config
+    return [(path, config) for path, config in _all_tables(job) if isinstance(table_at(job, path), dict)]
 
 
 def table_at(job: Any, path: At) -> Any:
@@ -67,16 +65,13 @@ def _all_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
     yield from (((name,), section) for name, section in SECTIONS.items())
     for contract in ONE_OF:
         yield from _of_plugin(job, contract, contract.section)
-    groups, name = table_at(job, ("optimizer", "groups")), table_at(job, ("optimizer", "name"))
-    optimizer = registry.default_of("optimizer") if name is None else registry.find("optimizer", str(name))
-    if optimizer is not None and isinstance(groups, list):
-        yield from ((("optimizer", "groups", number), optimizer.Config) for number in range(len(groups)))
-    mixture = table_at(job, ("data", "mixture"))
-    if isinstance(mixture, list):
-        for number in range(len(mixture)):
-            yield from _of_plugin(job, Dataset, "data", "mixture", number)
-    else:
-        yield from _of_plugin(job, Dataset, "data")
+    groups, mixture = table_at(job, ("optimizer", "groups")), table_at(job, ("data", "mixture"))
+    for number in range(len(groups) if isinstance(groups, list) else 0):
+        for _, config in _of_plugin(job, Optimizer, "optimizer"):
+            yield ("optimizer", "groups", number), config
+    entries = [("mixture", number) for number in range(len(mixture))] if isinstance(mixture, list) else [()]
+    for entry in entries:
+        yield from _of_plugin(job, Dataset, "data", *entry)
     if table_at(job, ("validation", "name")) is not None:
         yield from _of_plugin(job, Dataset, "validation")
     for contract in (Technique, Tracker):
@@ -85,8 +80,5 @@ def _all_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
 
 
 def _of_plugin(job: Mapping[str, Any], contract: type[Plugin], *path: str | int) -> Iterator[tuple[At, type]]:
-    """The table of the plugin that its `name` picks, or of its kind's default."""
-    name = table_at(job, (*path, "name"))
-    plugin = registry.default_of(contract.kind) if name is None else registry.find(contract.kind, str(name))
-    if plugin is not None:
+    if plugin := registry.chosen(contract.kind, table_at(job, (*path, "name"))):
         yield path, plugin.Config

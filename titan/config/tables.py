@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +15,6 @@ from titan.paths import dangling, expanded, undecoded
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
 PRESET = ("model", "preset")
-MESH = "mesh"
-"""The table whose keys, names of axes, stand in sentences without it."""
 
 
 @dataclass
@@ -24,8 +23,7 @@ class Table:
 
     origins: in the order in which keys were set last.
     outdated: keys that stood in a table when a file above it gave the table another `name`.
-    outranked: keys of the model that stood in files below one (or the command line) with a preset, with their values:
-    a preset states all sizes, and what stands higher counts.
+    outranked: sizes of the model in files below one (or the command line) with a preset, which states all sizes.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +45,8 @@ class Table:
                 if key == "name" and here.get(key, value) != value:
                     self.outdated |= {(*at, k) for k, o in self.origins_in(*at).items() if o != origin}
                 if (*at, key) == PRESET:
-                    self._outrank(here, origin)
+                    lower = [k for k, o in self.origins_in(*at).items() if o != origin and k not in ("name", key)]
+                    self.outranked |= {k: here.pop(k) for k in lower if k in here}
                 here[key] = value
             self.outdated.discard((*at, key))
             self.origins.pop((*at, key), None)
@@ -57,19 +56,6 @@ class Table:
         """Whether a file above that of `other`, or the command line, set `key`; both are set."""
         order = list(self.origins)
         return self.origins[key] != self.origins[other] and order.index(key) > order.index(other)
-
-    def put(self, path: Path_, value: Any, origin: str) -> None:
-        """Set one value, as `merge` does: `path` is its tables and key, `origin` the file or the command line."""
-        nested: dict[str, Any] = {path[-1]: value}
-        for part in reversed(path[:-1]):
-            nested = {part: nested}
-        self.merge(nested, origin)
-
-    def _outrank(self, model: dict[str, Any], origin: str) -> None:
-        """Drop what lower files say of the model, but for its name."""
-        for key, whose in self.origins_in(*PRESET[:-1]).items():
-            if whose != origin and key in model and key not in ("name", PRESET[-1]):
-                self.outranked[key] = model.pop(key)
 
     def at(self, *path: str) -> Any:
         """The value at a path; an empty table where there is none."""
@@ -85,25 +71,22 @@ class Table:
     def blamed(self, issue: ConfigIssue) -> ConfigIssue:
         """A fault of a file; of the command line, if that set a key that the sentence names with its table."""
         words = set(re.findall(r"\w+", issue.what))
-        for at, origin in self.origins.items():
-            named = len(at) > 1 and at[-1] in words and (at[-2] == MESH or at[-2] in words)
-            if named and origin == COMMAND_LINE:
-                return replace(issue, where=COMMAND_LINE)
-        return issue
+        given = [at for at, origin in self.origins.items() if origin == COMMAND_LINE and len(at) > 1]
+        # Names of axes stand in sentences without their table.
+        named = any(at[-1] in words and at[-2] in ("mesh", *words) for at in given)
+        return replace(issue, where=COMMAND_LINE) if named else issue
 
 
 def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """`--config F` out of a command line; the rest are overrides."""
-    rest, config, position = [], None, 0
-    while position < len(words):
-        word = words[position]
-        if word == "--config" and position + 1 < len(words):
-            config, position = Path(words[position + 1]), position + 1
-        elif word.startswith("--config="):
-            config = Path(word.partition("=")[2])
+    left, rest, config = iter(words), [], None
+    for word in left:
+        if word.startswith("--config="):
+            config = Path(word.removeprefix("--config="))
+        elif word == "--config" and (following := next(left, None)) is not None:
+            config = Path(following)
         else:
             rest.append(word)
-        position += 1
     return config, rest
 
 
@@ -113,8 +96,7 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     Relative paths are searched in the working directory, then among the built-in configs.
 
     Raises:
-        ConfigError: a file is missing or is no TOML, base files are circular, or a word of the command line is no
-            override.
+        ConfigError: a file is missing or is no TOML, base files are circular, or a word is no override.
     """
     table = Table()
     if path is not None:
@@ -124,47 +106,35 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     return table
 
 
-def outranked(table: Table) -> list[str]:
-    """A sentence where a preset overrides model sizes of files below it, with those sizes."""
-    lost = [f"{key} = {value!r}" for key, value in table.outranked.items()]
-    if not lost:
-        return []
-    preset, whose = table.at(*PRESET), table.origins[PRESET]
-    return [f"[model] preset = {str(preset)!r} ({whose}) overrides what files below it set: {', '.join(lost)}"]
-
-
-def other_validation(table: Table) -> list[str]:
-    """A sentence where a file, or the command line, chooses the data and one below it those of the validation."""
-    name, section = ("validation", "name"), table.at("validation")
+def remarks(table: Table) -> list[str]:
+    """Sentences where a preset overrides model sizes of files below it, and where the data of training are chosen above
+    those of validation."""
+    found, name, section = [], ("validation", "name"), table.at("validation")
+    if lost := ", ".join(f"{key} = {value!r}" for key, value in table.outranked.items()):
+        preset = f"[model] preset = {str(table.at(*PRESET))!r} ({table.origins[PRESET]})"
+        found.append(f"{preset} overrides what files below it set: {lost}")
     ways = [key for key in (("data", "name"), ("data", "mixture"), ("data", "path")) if key in table.origins]
     above = [key for key in ways if name in table.origins and table.above(key, name)]
-    if not above or str(section.get("every", 0)) == "0":
-        return []
-    own = f"[validation] name = {str(section['name'])!r} ({table.origins[name]})"
-    why = f"[data] {above[0][1]} is set by another file"
-    if table.origins[above[0]] == COMMAND_LINE:
-        why = f"[data] {above[0][1]} is set on the command line"
-    then = "to validate on text of one's own, set validation.name and its path too; for none, validation.every = 0"
-    return [f"validation is on other text than training: {own}, while {why}; {then}"]
+    if above and str(section.get("every", 0)) != "0":
+        own = f"[validation] name = {str(section['name'])!r} ({table.origins[name]})"
+        place = "on the command line" if table.origins[above[0]] == COMMAND_LINE else "by another file"
+        why = f"while [data] {above[0][1]} is set {place}"
+        then = "to validate on text of one's own, set validation.name and its path too; for none, validation.every = 0"
+        found.append(f"validation is on other text than training: {own}, {why}; {then}")
+    return found
 
 
 def override(table: Table, words: Sequence[str]) -> None:
-    """Merge the overrides of a command line, `--table.key value`, into a table.
-
-    Raises:
-        ConfigError: a word is no override, or goes through what is no table.
-    """
+    """Merge the overrides of a command line, `--table.key value`, into a table; a ConfigError where a word is none."""
     for key, value in _overrides(words):
-        _clear_way(table, key)
-        table.put(key, value, COMMAND_LINE)
-
-
-def _clear_way(table: Table, key: Path_) -> None:
-    here = table.values
-    for part in key[:-1]:
-        if not isinstance(here.get(part, {}), dict):
-            raise ConfigError([ConfigIssue(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
-        here = here.get(part, {})
+        for end in range(1, len(key)):
+            if not isinstance(table.at(*key[:end]), dict):
+                what = f"--{'.'.join(key)}: {key[end - 1]} is a value, not a table"
+                raise ConfigError([ConfigIssue(COMMAND_LINE, what)])
+        nested: Any = value
+        for part in reversed(key):
+            nested = {part: nested}
+        table.merge(nested, COMMAND_LINE)
 
 
 def _locate(path: Path, built_in: Path) -> Path:
@@ -186,8 +156,10 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             raise ConfigError([ConfigIssue(str(path), "circular base files: " + " -> ".join(p.name for p in seen))])
         seen.append(path.resolve())
         values = read_toml(path)
-        base = values.pop("base", None)
-        yield path, _anchored(values, path)
+        base, plugins = values.pop("base", None), values.get("plugins")
+        if isinstance(plugins, dict) and isinstance(folders := plugins.get("path"), list):  # relative to this file
+            plugins["path"] = [absolute(f, path.parent) if isinstance(f, str) else f for f in folders]
+        yield path, values
         if base is None:
             return
         if not isinstance(base, str):
@@ -197,12 +169,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-        ResourceError: the machine cannot read it now.
-    """
+    """The tables of a TOML; a ConfigError where it is none, or a ResourceError where the machine cannot read it now."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
@@ -213,41 +180,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
 
 
-def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Paths of plugins are meant relative to the file that names them."""
-    plugins = values.get("plugins")
-    folders = plugins.get("path") if isinstance(plugins, dict) else None
-    if isinstance(plugins, dict) and isinstance(folders, list):
-        plugins["path"] = [absolute(f, path.parent) if isinstance(f, str) else f for f in folders]
-    return values
-
-
 def plugin_folders(table: Table) -> tuple[str, ...]:
     """The folders and files that `[plugins] path` names, absolute."""
-    value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
+    plugins = table.at("plugins")
     try:
-        folders: tuple[str, ...] = coerce(value, tuple[str, ...])
+        folders: tuple[str, ...] = coerce(plugins.get("path", ()) if isinstance(plugins, dict) else (), tuple[str, ...])
     except ValueError as error:
         raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
     return tuple(absolute(folder) for folder in folders)
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
-    faults, position = [ConfigIssue(COMMAND_LINE, what) for what in map(undecoded, words) if what], 0
-    while position < len(words):
-        word = words[position]
+    faults, left = [ConfigIssue(COMMAND_LINE, what) for what in map(undecoded, words) if what], deque(words)
+    while left:
+        word = left.popleft()
         name, equals, value = word.removeprefix("--").partition("=")
-        position += 1
         if not word.startswith("--") or not all(name.split(".")) or "." not in name:
             faults.append(ConfigIssue(COMMAND_LINE, f"{word}: expected --table.key value"))
-            continue
-        if not equals:
-            if position == len(words) or words[position].startswith("--"):
-                faults.append(ConfigIssue(COMMAND_LINE, f"{word}: needs a value"))
-                continue
-            value = words[position]
-            position += 1
-        yield tuple(name.split(".")), CliText(value)
+        elif not equals and (not left or left[0].startswith("--")):
+            faults.append(ConfigIssue(COMMAND_LINE, f"{word}: needs a value"))
+        else:
+            yield tuple(name.split(".")), CliText(value if equals else left.popleft())
     if faults:
         raise ConfigError(faults)
 
@@ -266,7 +219,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[D
     Lists of equally many tables are compared entry by entry, with keys such as `data.mixture.1.weight`.
     """
     for section in dict.fromkeys((*before, *now)):
-        sections = [job.get(section) for job in (before, now)]
+        sections = [before.get(section), now.get(section)]
         if any(isinstance(values, Mapping) for values in sections):
             sections = [values or {} for values in sections]
         yield from _within(section, *sections)
@@ -274,17 +227,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[D
 
 def _within(key: str, before: Any, now: Any) -> Iterator[Difference]:
     before, now = plain(before), plain(now)
-    if _is_tables(before) and _is_tables(now) and len(before) == len(now):
+    lists = isinstance(before, list) and isinstance(now, list) and before and len(before) == len(now)
+    if lists and all(isinstance(entry, Mapping) for entry in (*before, *now)):
         before, now = ({str(place): table for place, table in enumerate(tables)} for tables in (before, now))
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in dict.fromkeys((*before, *now)):
             yield from _within(f"{key}.{name}", before.get(name), now.get(name))
     elif before != now:
         yield Difference(key, before, now)
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def plain(value: Any) -> Any:

@@ -11,40 +11,21 @@ from titan.contracts.technique import SUMMED_GRADIENTS
 def chosen_techniques(
     known: Sequence[type[Technique]], stated: Mapping[str, bool], layout: Layout
 ) -> list[type[Technique]]:
-    """The enabled techniques: those with a table, those whose mesh axis is above 1, and those that others require.
+    """The enabled techniques: those with a table, those with an axis above 1 that no other covers, and the default
+    providers of capabilities that these require and none of them provides.
 
     stated: technique name -> enabled, by the tables of the TOML, in order. They come first, then the others by name.
     """
     by_name = {plugin.name: plugin for plugin in known}
     on = [by_name[name] for name, enabled in stated.items() if enabled]
-    by_axis = [
-        plugin
-        for plugin in known
-        if plugin.name not in stated and any(layout.degree(axis.name) > 1 for axis in plugin.axes)
-    ]
-    on += _uncovered(by_axis, (*on, *by_axis), layout)
-    return on + _stand_ins(on, known, stated)
-
-
-def _uncovered(
-    by_axis: Sequence[type[Technique]], on: Sequence[type[Technique]], layout: Layout
-) -> list[type[Technique]]:
-    """Those with an axis above 1 that no enabled technique covers."""
-    covered = {axis for plugin in on for axis in plugin.covers}
-    return [p for p in by_axis if any(layout.degree(a.name) > 1 and a.name not in covered for a in p.axes)]
-
-
-def _stand_ins(
-    on: Sequence[type[Technique]], known: Sequence[type[Technique]], stated: Mapping[str, bool]
-) -> list[type[Technique]]:
-    """Default providers of capabilities that enabled techniques require and none provides."""
-    added: list[type[Technique]] = []
+    by_axis = [p for p in known if p.name not in stated and any(layout.degree(axis.name) > 1 for axis in p.axes)]
+    covered = {axis for plugin in (*on, *by_axis) for axis in plugin.covers}
+    on += [p for p in by_axis if any(layout.degree(a.name) > 1 and a.name not in covered for a in p.axes)]
     for capability in dict.fromkeys(capability for plugin in on for capability in _required(plugin)):
-        if any(capability in (p.name, *p.provides) for p in (*on, *added)):
-            continue
-        willing = (p for p in known if p.default and capability in p.provides and stated.get(p.name, True))
-        added += list(willing)[:1]
-    return added
+        if not any(capability in (p.name, *p.provides) for p in on):
+            willing = [p for p in known if p.default and capability in p.provides and stated.get(p.name, True)]
+            on += willing[:1]
+    return on
 
 
 def unattended(

@@ -1,8 +1,7 @@
-"""Options that a job leaves to memory: which ones there are, and a job with values for them.
+"""Options that a job leaves to memory (`Technique.unset_options`): which there are, and a job with values for them.
 
-A technique names such options in `Technique.unset_options`, with tables of values from the fastest to what needs least
-memory. A planner chooses among the tables (`titan.contracts.planner`); without a choice, an option has its usual value,
-which may follow the layout.
+A planner chooses among the tables (`titan.contracts.planner`); without a choice, an option has its usual value, which
+may follow the layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,53 +12,38 @@ from titan.config.job import Job
 from titan.contracts import Technique
 from titan.contracts.planner import Values
 from titan.contracts.plugin.conformance import answer, label, made
-from titan.contracts.plugin.options import did_you_mean, options_of, resolved_table
+from titan.contracts.plugin.options import as_table, did_you_mean, options_of, resolved_table
 from titan.errors import PluginError
 
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Technique -> tables of option -> value, the usual ones first."""
-
-UNDECIDED = (None, "auto")
-"""Values of an option that leave it to memory."""
+"""Technique -> tables of option -> value; the first has those that options have where nobody chooses."""
 
 
 def left_to_memory(job: Job) -> Tables:
-    """Of each technique, the tables of those of its options that the job leaves to memory.
-
-    Raises:
-        PluginError: `unset_options` fails, or names an option that the technique does not have.
-    """
+    """Of each technique, the tables of those of its options that the job leaves to memory; a PluginError where
+    `unset_options` fails, or names an option that the technique does not have."""
     left = {}
     for technique in job.techniques:
-        fields = {option.key: option.field for option in options_of(type(technique.config))}
+        known = [option.key for option in options_of(type(technique.config))]
         tables = answer(technique, "unset_options", list, job)
         for key in (key for table in tables for key in table):
-            if key not in fields:
-                what = f"unset_options() names {key!r}, which is no option of it{did_you_mean(key, fields)}"
+            if key not in known:
+                what = f"unset_options() names {key!r}, which is no option of it{did_you_mean(key, known)}"
                 raise PluginError(f"{label(type(technique))}: {what}")
-        if tables and all(getattr(technique.config, fields[key]) in UNDECIDED for key in tables[0]):
+        if tables and all(as_table(technique.config).get(key) in (None, "auto") for key in tables[0]):
             left[technique.name] = tables
     return left
 
 
-def usual_values(tables: Tables) -> Values:
-    """The values that options have where nobody chooses."""
-    return {name: each[0] for name, each in tables.items()}
-
-
 def described(job: Job, values: Values) -> list[str]:
     """Words for each value: that the job does not set the option, and what it is now."""
-    configs = {technique.name: technique.config for technique in job.techniques}
+    given = {technique.name: as_table(technique.config) for technique in job.techniques}
     return [
-        f"[{Technique.section}.{name}] {key} is {_given(configs[name], key)}, so {key} = {text_of(value)}"
+        f"[{Technique.section}.{name}] {key} is {text_of(given[name][key]) if key in given[name] else 'not set'}, "
+        f"so {key} = {text_of(value)}"
         for name, table in values.items()
         for key, value in table.items()
     ]
-
-
-def _given(config: Any, key: str) -> str:
-    value = getattr(config, {option.key: option.field for option in options_of(type(config))}[key])
-    return "not set" if value is None else text_of(value)
 
 
 def text_of(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Tensors that a technique keeps in the host's memory to spare the device's.
 
-All of them are made by `host_like`, for two reasons: they are page-locked where copies can then run beside computation,
-and a dry run, whose tensors have no device, can leave them out of the device's memory.
+`host_like` makes all of them: page-locked where copies can then run beside computation, and known to a dry run, whose
+tensors have no device.
 """
 
 import weakref
@@ -18,15 +18,12 @@ _allocating: ContextVar[bool] = ContextVar("_allocating", default=False)
 
 
 def with_inner(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor of the same kind whose plain inner tensors, such as a DTensor's shard, are `change` of its own.
-
-    Of a plain tensor, `change(tensor)`.
-    """
+    """`change(tensor)`; of a wrapper such as DTensor, another whose plain inner tensors are `change` of its own."""
     if not is_traceable_wrapper_subclass(tensor):
         return change(tensor)
     names, context = tensor.__tensor_flatten__()
-    inner = {name: getattr(tensor, name) for name in names}
-    inner = {name: with_inner(one, change) if isinstance(one, Tensor) else one for name, one in inner.items()}
+    held = {name: getattr(tensor, name) for name in names}
+    inner = {name: with_inner(one, change) if isinstance(one, Tensor) else one for name, one in held.items()}
     made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     return made
 
@@ -43,10 +40,8 @@ def locals_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor like this one in the host's memory; a DTensor with its shard there.
-
-    Page-locked where `tensor` is on an accelerator.
-    """
+    """An uninitialised tensor like this one in the host's memory, a DTensor with its shard there; page-locked where
+    `tensor` is on an accelerator."""
     return with_inner(tensor, _plain_host_like)
 
 

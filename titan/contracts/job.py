@@ -1,6 +1,7 @@
 """The job that hooks are given: a parsed config, read-only."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ from titan.contracts.sections import (
     ValidationSection,
 )
 from titan.contracts.text import Tokenizer
+from titan.paths import expanded
 
 Fact = Literal[
     "reduces_per_micro_batch", "one_backward", "moves_parameters", "sizes_from_values", "own_pace", "scales_loss",
@@ -32,10 +34,10 @@ moves_parameters: parameters have another address in each step's forward pass.
 sizes_from_values: sizes of tensors depend on values of others, which the host reads during a forward.
 computes_attention: where an axis above 1 slices sequences, it computes attention without calling another's operation.
 weights_on_host: trained weights, their gradients and the update are in the host's memory, of those that shard weights.
-state_on_host: between updates the optimizer's state is in the host's memory. The hook `optimizer` of such a technique
-    is called after those of others, which so find the state of what they step beside its parameters.
-updates_in_backward: weights are updated in the backward pass, before it is known whether the step is finite. The hook
-    `optimizer` of such a technique is called last.
+state_on_host: between updates the optimizer's state is in the host's memory. Its hook `optimizer` is called after those
+    of others, which so find the state of what they step beside its parameters.
+updates_in_backward: weights are updated in the backward pass, before it is known whether the step is finite. Its hook
+    `optimizer` is called last.
 wraps_optimizer: the hook `optimizer` returns another one. It does not take `grad_scale` (`Optimizer.takes_grad_scale`),
     so gradients are clipped before it steps.
 own_pace: workers, along an axis with weights of their own, are at different steps. They meet only where all ranks
@@ -48,56 +50,34 @@ unpartitioned: it compiles layers, but leaves it to autograd what their forward 
 """
 
 
+@dataclass(frozen=True, kw_only=True)
 class Job(Protocol):
-    """What a TOML decides, as far as hooks may know it; `titan.config.Job` is one. Frozen, and equal on all ranks."""
+    """What a TOML decides, as far as hooks may know it; `titan.config.Job` is one. Frozen, and equal on all ranks.
 
-    @property
-    def run(self) -> RunSection:
-        """Section `[run]`."""
+    run, train, checkpoint, comm: sections of their names.
+    data, validation, metrics: likewise, with the host's keys, not those of datasets and trackers.
+    layout: degrees of all mesh axes, as pure arithmetic; `context.mesh` has the process groups.
+    model, optimizer (an `Optimizer`), tokenizer: the plugins chosen, with their config.
+    table: the resolved TOML as nested tables, defaults filled in; loading it again gives the same job.
+    """
 
-    @property
-    def train(self) -> TrainSection:
-        """Section `[train]`."""
-
-    @property
-    def data(self) -> DataSection:
-        """Section `[data]`: the host's keys, not the dataset's."""
-
-    @property
-    def checkpoint(self) -> CheckpointSection:
-        """Section `[checkpoint]`."""
-
-    @property
-    def validation(self) -> ValidationSection:
-        """Section `[validation]`: the host's keys, not the dataset's."""
-
-    @property
-    def metrics(self) -> MetricsSection:
-        """Section `[metrics]`: the host's keys, not the trackers'."""
-
-    @property
-    def comm(self) -> CommSection:
-        """Section `[comm]`."""
+    run: RunSection
+    train: TrainSection
+    data: DataSection
+    checkpoint: CheckpointSection
+    validation: ValidationSection
+    metrics: MetricsSection
+    comm: CommSection
+    layout: Layout
+    model: Model
+    optimizer: Any
+    tokenizer: Tokenizer
+    table: Mapping[str, Any]
 
     @property
     def folder(self) -> Path:
-        """The run's folder, which all ranks may write to."""
-
-    @property
-    def layout(self) -> Layout:
-        """Degrees of all mesh axes, as pure arithmetic; `context.mesh` has the process groups."""
-
-    @property
-    def model(self) -> Model:
-        """The model plugin chosen, with its config."""
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer plugin chosen (`Optimizer`), with its config."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer plugin chosen, with its config."""
+        """The run's folder, which all ranks may write to: `[run] dir`/`[run] name`, with `~` expanded."""
+        return expanded(Path(self.run.dir, self.run.name), "run.dir")
 
     @property
     def spec(self) -> ModelSpec:
@@ -108,12 +88,9 @@ class Job(Protocol):
         """The run's dtypes with the changes of all techniques that are on."""
 
     @property
-    def table(self) -> Mapping[str, Any]:
-        """The resolved TOML as nested tables, defaults filled in."""
-
-    @property
     def batch_ranks(self) -> int:
         """Groups of ranks that see different samples: the product of the degrees of axes with data "dealt"."""
+        return self.layout.degree_of("dealt")
 
     @property
     def micro_batch(self) -> int:
@@ -122,14 +99,17 @@ class Job(Protocol):
     @property
     def micro_batches(self) -> int:
         """Micro batches per step on a rank, for gradient accumulation or pipelining."""
+        return self.train.global_batch_size // (self.micro_batch * self.batch_ranks)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks, padding included."""
+        return self.train.global_batch_size * self.data.seq_len
 
     @property
     def separable_updates(self) -> bool:
         """Whether the optimizer can update some parameters before others (`Optimizer.separable`)."""
+        return bool(self.optimizer.separable)
 
     def lr_factor(self, step: int) -> float:
         """The schedule's factor of the peak rate for the update of a step, counted from 1."""

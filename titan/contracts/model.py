@@ -16,7 +16,7 @@ from titan.contracts.tracker import Measure
 class Model(Plugin, ABC):
     """An architecture: nn.Module arithmetic, and a spec that is data. Knows no mesh, no process group and no job.
 
-    No hook of a model may use collectives. Hooks run on every rank and in commands without ranks, such as `titan plan`.
+    Hooks run on every rank and in commands without ranks, such as `titan plan`: no collectives.
     """
 
     kind = "model"
@@ -29,7 +29,7 @@ class Model(Plugin, ABC):
     def check(self) -> Iterable[str]:
         """Sentences about sizes that cannot work together: values found, values required, and the key to change.
 
-        Called first, after the config is parsed. `spec` and `build` are called only where `check` returns no sentence.
+        Called first; `spec` and `build` are called only where it returns no sentence.
         """
         return ()
 
@@ -53,16 +53,16 @@ class Model(Plugin, ABC):
         which positions see each other, `AttentionCore`s that `ModelSpec.attention` names.
 
         A forward with an argument `lengths=None` is given `Batch.lengths` in it, in training, where samples are padded.
-        Padding has no labels, and causal attention does not see it. So only a model that shares numbers over tokens,
-        such as counts of tokens per expert, needs it: those at `positions < lengths[:, None]` are to be counted.
+        Only a model that shares numbers over tokens needs it, such as counts of tokens per expert: those at
+        `positions < lengths[:, None]` count.
 
         A forward draws random numbers by `RandomModule`s alone. `ModelSpec.draws` names them, and the forward has
         another argument, `seeds=None` [B] int64, that it passes on to them; None in eval mode, where nothing is drawn.
-        A forward that draws from PyTorch's generators or writes to a persistent buffer would make the curve depend on
-        the layout: a training step that finds either raises a PluginError. Collectives are left to techniques.
+        A training step whose forward draws from PyTorch's generators or writes to a persistent buffer raises a
+        PluginError, as the curve would depend on the layout.
 
-        Where the spec names attention, text is generated with a key-value cache as its operation. Other models
-        generate text too, by recomputing the whole text for each token.
+        Where the spec names attention, text is generated with a key-value cache as its operation, elsewhere by
+        recomputing the whole text for each token.
         """
 
     def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor], updated: Tensor) -> None:
@@ -71,8 +71,6 @@ class Model(Plugin, ABC):
         Called for each part of the model that a rank has, on all ranks of its stage alike, before metrics and saving.
         A forward leaves what it counts in buffers that are not persistent. Where layers are recomputed, it runs again:
         ask `titan.layers.experts.is_recomputed`.
-
-        module: as in `measure`.
         total: adds up a tensor, in place, over all ranks that see other tokens. All ranks call it alike.
         updated: as in `Technique.after_step`. A skipped step leaves persistent buffers as they were, by arithmetic on
             the device, such as `torch.where`: what its forward has counted may come from NaN.
@@ -84,7 +82,6 @@ class Model(Plugin, ABC):
         As `Technique.measure`, but called for each part of the model that a rank has; their values are joined as
         those of ranks are. A forward leaves what it measures in attributes of its modules, or in buffers that are not
         persistent. With sequence parallelism a rank's hidden states are its positions alone: use a mean or a maximum.
-
         module: as `build` made it, with None for the modules of other stages, and as techniques have changed it.
         """
         return {}
@@ -106,10 +103,9 @@ class Model(Plugin, ABC):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Values of Config for a Hugging Face config.json; None when it is of another architecture.
+        """Values of Config for a Hugging Face config.json, which is not trusted; None: it is of another architecture.
 
-        Called on every model plugin until one returns values. config: the parsed file, from a source that is not
-        trusted.
+        Called on every model plugin until one returns values.
 
         Raises:
             ConfigError: it is of this architecture, but asks for what the model does not support; names key and value.

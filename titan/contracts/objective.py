@@ -24,8 +24,7 @@ from titan.contracts.tracker import Measure
 class Projection:
     """The projection as a function: hidden states [B, s, D] -> logits [B, s, V], as `Loss.compute` takes them.
 
-    module: whose forward it is, with its parameters as they are during that forward: gathered, or a rank's slice.
-    forward: the function.  words: V.
+    module: whose `forward` it is, with parameters as they are during it: gathered, or a rank's slice.  words: V.
     factor: by which the objective will be multiplied before its backward, a loss scale included; None: not known. A
         loss that makes gradients in the forward rounds them as a backward would, if it makes them with this factor.
     """
@@ -80,36 +79,30 @@ class Loss(Plugin, ABC):
         labels: [B, S] int64, the next token or IGNORE. With no valid token, both sums are 0.
 
         `objective` is differentiated. `reported` has no graph and is the cross-entropy in nats that the logs show. Both
-        are equal on all ranks that split V.
-
-        Called by `of_hidden`, and in validation and evaluation, on ranks that have the last pipeline stage.
-        Collectives are allowed only over the ranks that split V. Draws no random numbers.
+        are equal on all ranks that split V. Called by `of_hidden`, and in validation and evaluation, on ranks that have
+        the last pipeline stage. Collectives are allowed only over the ranks that split V. Draws no random numbers.
         """
 
     def of_hidden(self, hidden: Tensor, labels: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
         """The same sums from the hidden states [B, S, D] that the projection to logits is about to be applied to.
 
+        Called in training, inside of the forward of the last stage, in place of the projection's own.
         project: may be called several times, on parts of the positions, so that a loss need not make all logits at
             once. It also has the parameters, for a loss that makes their gradients itself.
-
-        Called in training, inside of the forward of the last stage, in place of the projection's own.
         """
         return self.compute(project(hidden), labels)
 
     def measure(self) -> Mapping[str, Tensor | None]:
-        """What this rank adds to a row of training: each name in `measures` -> a value, or None.
+        """What this rank adds to a row, as `Technique.measure`: each name in `measures` -> a value, or None.
 
-        As `Technique.measure`: called on every rank when a row is due. Ranks without the last pipeline stage have
-        computed no loss, so they give None. `compute` is called in validation too, under `torch.no_grad`.
+        None on ranks without the last pipeline stage, which have computed no loss. `compute` is called in validation
+        too, under `torch.no_grad`.
         """
         return {}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The cost of a step with this loss's operations at the end of `costs.head`; a changed copy.
-
-        Called by the planner alone, after the techniques that do not split the model into stages and before the
-        optimizer.
-        """
+        """The cost of a step with this loss's operations at the end of `costs.head`: a changed copy. The planner alone
+        calls it, after the techniques that do not split the model and before the optimizer."""
         return costs
 
 
@@ -119,8 +112,7 @@ class NamedParameter:
 
     name: canonical name, the same at every layout.
     parameter: as the optimizer updates it: plain, or a DTensor with this rank's shard.
-    kind: see `ParameterKind`. A method for matrices leaves tables, the head and vectors to another.
-    decays: whether usual practice decays it: matrices and the head, but for globs of `ModelSpec.no_decay`.
+    kind: see `ParameterKind`.  decays: whether usual practice decays it (`ModelSpec.decays`).
     """
 
     name: str
@@ -137,20 +129,19 @@ class Optimizer(Plugin, ABC):
     preserves_numerics: ClassVar[bool] = True
     """Whether float32 training has the same curve at any layout, within the tolerances of docs/correctness.md.
 
-    The contract suite tests it. False where state is rounded: what falls the other way at another layout moves weights.
+    The contract suite tests it. False where state is rounded, which may fall the other way at another layout.
     """
     separable: ClassVar[bool] = False
     """Whether the update of a parameter depends on its own gradient and state alone, and needs no collective.
 
-    `update_some` may then update some parameters before others, as techniques do that hold state or gradients of a few
-    at a time.
+    Techniques that hold state or gradients of a few parameters at a time then update these first (`update_some`).
     """
     takes_grad_scale: ClassVar[bool] = False
     """Whether the host may leave it to `step()` to clip gradients and to skip an update.
 
-    As PyTorch's fused optimizers, what `build` returns then has the attribute `_step_supports_amp_scaling = True`. Its
-    `step()` divides gradients by its attribute `grad_scale` and does nothing where its attribute `found_inf` is 1. Both
-    are float32 scalars on the device, and absent before they are first set.
+    As PyTorch's fused optimizers, what `build` returns then has `_step_supports_amp_scaling = True`. Its `step()`
+    divides gradients by its attribute `grad_scale` and does nothing where `found_inf` is 1: float32 scalars on the
+    device, absent before they are first set.
     """
 
     @abstractmethod
@@ -158,9 +149,8 @@ class Optimizer(Plugin, ABC):
         """An optimizer over these parameters, plain or DTensors. Each group's `lr` is the peak rate.
 
         Called once on every rank with the parameters of its parts, materialized, before a checkpoint is loaded. In each
-        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients (or with
-        `grad_scale`, see `takes_grad_scale`), then `zero_grad()`. `step()` is skipped where loss or gradient norm are
-        not finite. Collectives are allowed in `step()`.
+        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients (or see
+        `takes_grad_scale`), unless loss or norm are not finite, then `zero_grad()`. `step()` may use collectives.
 
         State tensors have the shape and placement of their parameter, or are scalars, so that a checkpoint loads at any
         layout. A tensor of another shape is plain, whole and the same on all ranks that hold the parameter.
@@ -171,33 +161,24 @@ class Optimizer(Plugin, ABC):
         """
 
     def check(self, job: Job) -> Iterable[str]:
-        """Sentences about what cannot work in this job; each names value found, value required, and the key.
-
-        As `Technique.check`: called after the job is parsed. Needs no process group.
-        """
+        """Sentences about what cannot work in this job, as `Technique.check`."""
         return ()
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The cost of a step with this optimizer's state and update; a changed copy.
-
-        Called by the planner alone, after the loss. Add a `PersistentState` and the bytes that the update moves per
-        parameter.
-        """
+        """The cost of a step with this optimizer's `PersistentState` and `update_bytes`, likewise after the loss."""
         return costs
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
-        """One line for the start of the run, such as which parameters decay and how many; empty for none.
+        """One line for the start of the run; empty for none. By default name, number of parameters, and options.
 
-        By default the name, the number of parameters, and the options. Called once on every rank with the same
-        parameters as `build`; no collectives.
+        Called once on every rank with the same parameters as `build`; no collectives.
         """
         millions = sum(named.parameter.numel() for named in parameters) / 1e6
         options = "".join(f", {key} = {json.dumps(value)}" for key, value in as_table(self.config).items())
         return f"{self.name}: {millions:.3g} M parameters in {len(parameters)} tensors{options}"
 
 
-Group = dict[str, Any]
-"""Of `param_groups`: "params" and their options."""
+Group = dict[str, Any]  # of `param_groups`: "params" and their options
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Group]:
@@ -214,9 +195,7 @@ def update_some(
 
     Called with each parameter once, in any division, it does what one `optimizer.step()` does. The step's own
     `optimizer.step()` follows, by which state that goes to the host's memory has arrived.
-
-    groups: `groups_of(optimizer)`, for those who call it for a few parameters at a time: without, each call goes
-        through all parameters.
+    groups: `groups_of(optimizer)`, which each call without it makes anew.
     """
     with only(optimizer, parameters, groups):
         optimizer.step()
@@ -251,7 +230,4 @@ class LrSchedule(Plugin, ABC):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """The factor for the update at the end of step `step`, from 0 to 1; `step` counts from 1 to `steps`.
-
-        Called once per step on every rank: pure arithmetic on the host, equal on all ranks.
-        """
+        """The factor, from 0 to 1, for the update of step `step`, from 1 to `steps`; arithmetic, equal on all ranks."""

@@ -1,7 +1,7 @@
 """What optimizers are made of: PyTorch's AdamW on shards, and several optimizers as one, for groups of parameters."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,9 +28,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
     """Optimizers over parameters of their own, stepped one after the other.
 
     `param_groups` are theirs, in order, and `state` is one table for all of them, so state is found by parameter,
-    however parameters are divided. Skipping on the device is passed on. The class has the name of the first one's, by
-    which a checkpoint knows whose state it holds.
-
+    however parameters are divided. The class has the name of the first one's, by which a checkpoint knows whose state
+    it holds.
     optimizers: one that is itself joined stands for those that it is made of, as each writes to the table by itself.
     """
 
@@ -44,9 +43,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
             self.state.update(optimizer.state)
             optimizer.state = self.state
         # Only where all can: one that asks the host whether to step would step on its own.
-        self._step_supports_amp_scaling = all(
-            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
-        )
+        self._step_supports_amp_scaling = all(getattr(o, "_step_supports_amp_scaling", False) for o in self.optimizers)
         makers = [getattr(optimizer, "state_like", None) for optimizer in self.optimizers]
         if all(makers):  # the others' state would not be where they look for it
             self.state_like = makers[0]
@@ -65,15 +62,15 @@ class SwitchingOptimizer(JoinedOptimizer):
 
     def eval(self) -> None:
         """Weights for evaluation."""
-        for optimizer in self.optimizers:
-            if hasattr(optimizer, "eval"):
-                optimizer.eval()
+        self._switch("eval")
 
     def train(self) -> None:
         """The weights that are trained."""
+        self._switch("train")
+
+    def _switch(self, mode: Literal["eval", "train"]) -> None:
         for optimizer in self.optimizers:
-            if hasattr(optimizer, "train"):
-                optimizer.train()
+            getattr(optimizer, mode, lambda: None)()
 
 
 def with_switches(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -85,10 +82,7 @@ def with_switches(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) ->
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer], name: str = "") -> torch.optim.Optimizer:
-    """These optimizers as one; the only one as it is.
-
-    name: of the class, for checkpoints; "": the first one's.
-    """
+    """These optimizers as one, whose class has this name for checkpoints, or the first one's; the only one as it is."""
     name = name or type(optimizers[0]).__name__
     if len(optimizers) == 1 and type(optimizers[0]).__name__ == name:
         return optimizers[0]

@@ -1,7 +1,7 @@
 """The planner, as the trainer knows it: what a run asks of it, and where it is found.
 
-The trainer trains without one. Options that a job leaves to memory then have their usual values, and nothing is
-predicted. A job that asks nothing imports no file of the planner.
+Without one, options that a job leaves to memory have their usual values, and nothing is predicted. A job that asks
+nothing imports no file of it.
 """
 
 import importlib
@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar, cast
 from titan.contracts.base.cost import PredictedStep
 
 PACKAGE = "titan.planner"
-MODULE = f"{PACKAGE}.trainer_api"
-"""The module that has the functions of `Planner`."""
 
 Values = Mapping[str, Mapping[str, Any]]
 """Technique -> option -> value."""
@@ -27,9 +25,8 @@ class Planner(Protocol[J]):
     def choose(self, job: J, device_gib: float | None, cluster: str = "") -> tuple[Values, list[str]]:
         """Values for options that the job leaves to memory, and one sentence per such option.
 
-        device_gib: memory of one device, in GiB.  cluster: name or file of a cluster, whose devices count instead.
-
         Usual values are left out, so that they still follow the layout of whoever reads the job's resolved table.
+        device_gib: memory of one device, in GiB.  cluster: name or file of a cluster, whose devices count instead.
 
         Raises:
             ConfigError: there is no such cluster.
@@ -46,14 +43,12 @@ class Planner(Protocol[J]):
         """
 
     def persistent_gib(self, job: J) -> list[tuple[float, float]]:
-        """GiB of weights and optimizer state on a rank's device, and of what it keeps in the host's memory.
-
-        One pair per pipeline rank; zeros where costs cannot be predicted.
-        """
+        """Per pipeline rank, GiB of weights and optimizer state on its device, and of what it keeps in the host's
+        memory; zeros where costs cannot be predicted."""
 
 
 def find_planner() -> "Planner[Any] | None":
-    """The installed planner; None: there is none."""
+    """The installed planner, a module with the functions of `Planner`; None: there is none."""
     if importlib.util.find_spec(PACKAGE) is None:
         return None
-    return cast("Planner[Any]", importlib.import_module(MODULE))
+    return cast("Planner[Any]", importlib.import_module(f"{PACKAGE}.trainer_api"))

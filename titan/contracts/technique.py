@@ -15,10 +15,10 @@ per meeting, on each rank             meet: where workers keep their own pace
 per save, on each rank                state_dict: no collectives
 at the end of training, on each rank  close: no collectives
 
-`titan plan --dry-run` calls the hooks of the build and of one step, and `state_dict`, with tensors on the meta device
-and collectives that return at once: a number that a hook reads from a tensor there is always 1. Validation, generation
-and evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name;
-for `batch` and `cost`, by phase first.
+`titan plan --dry-run` calls the hooks of the build and of one step, and `state_dict`, with tensors on the meta device,
+of which each number that a hook reads is 1, and collectives that return at once. Validation, generation and evaluation
+call no step hooks. Techniques are called in TOML order, then those without a table, by name; for `batch` and `cost`, by
+phase first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from titan.contracts.base.parts import ModelPart, Precision
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
 from titan.contracts.objective import NamedParameter
-from titan.contracts.plugin.conformance import technique_clashes
 from titan.contracts.plugin.registry import Plugin
 from titan.contracts.tracker import Measure
 
@@ -54,11 +53,8 @@ class PerRank(dict[str, Tensor]):
     """A table in a technique's state whose tensors each rank along a mesh axis has of its own, such as an error.
 
     They are saved together, [ranks, ...]. A load at the same degree of the axis gives each rank its own; at another
-    degree, all ranks get the mean of what was saved, or their share of its sum.
-
-    tensors: by name; plain, or DTensors placed as this rank's part of the model is.
-    axis: name of the axis.
-    join: "mean"; or "sum": the sum over the ranks along the axis stays what it was.
+    degree, all ranks get the mean of what was saved, or with `join` "sum" their share of its sum.
+    tensors: by name; plain, or DTensors placed as this rank's part of the model is.  axis: name of the axis.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], axis: str, join: Literal["mean", "sum"] = "mean") -> None:
@@ -69,14 +65,14 @@ class PerRank(dict[str, Tensor]):
 class Own(dict[str, Tensor]):
     """A table of tensors that belong to one rank of one layout, under keys that are the same on all ranks.
 
-    A load gives them back on as many ranks, an empty table on more or fewer. It does not compare layouts.
+    A load gives them back on as many ranks, of whatever layout, and an empty table on more or fewer.
     """
 
 
 class Alike(dict[str, Tensor]):
     """A table in a technique's state whose tensors are equal along an axis with weights of their own; saved once.
 
-    Of all other tensors a checkpoint has each worker's, as of the weights. Without such an axis, a table as any other.
+    Of all other tensors a checkpoint has each worker's, as of the weights.
     """
 
 
@@ -84,10 +80,7 @@ class Alike(dict[str, Tensor]):
 class BuildContext:
     """What a technique is given in `apply`, `split` and `engine`. One per rank; treat it as read-only.
 
-    job: the whole job.
-    mesh: process groups, and this rank's coordinates.
-    spec: the model's `ModelSpec` with the changes of all techniques.
-    precision: dtypes of compute and gradient reduction, with the changes of all techniques.
+    mesh: process groups, and this rank's coordinates.  spec, precision: with the changes of all techniques.
     techniques: those that are on, in TOML order.
     parts: the model parts of this rank, in stage order; empty until phase `split` is over.
     predict: the step that `titan plan --cluster` predicts; "": on titan's cluster of this device; None: there is none.
@@ -110,18 +103,17 @@ class BuildContext:
 class Engine(Protocol):
     """Runs forward and backward over the micro batches of a step. Made by `Technique.engine`, or the host's own.
 
-    Neither method may draw from PyTorch's default generators or write to a persistent buffer: each step is checked.
+    May not draw from PyTorch's default generators or write to a persistent buffer: each step is checked.
     """
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
-        """Add the gradients of all micro batches to `.grad`; every rank calls it once per step.
+        """Add the gradients of all micro batches to `.grad`; every rank calls it once per step; collectives allowed.
 
         batches: this rank's micro batches, `job.micro_batches` of them, on its device, as techniques have cut them.
 
         The last stage's forward, called with labels, returns the scalar to differentiate (`ModelPart.forward`). It is
-        divided by the step's global number of tokens, so gradients are summed, never averaged.
-        Collectives are allowed. Gradients are not cleared, clipped or reduced over data-parallel ranks here, except by
-        hooks that a technique has put on the modules.
+        divided by the step's global number of tokens, so gradients are summed, never averaged. Only hooks that a
+        technique has put on the modules reduce gradients over data-parallel ranks here. Nothing clears or clips them.
         """
 
     def forward(self, batch: Batch) -> Tensor | None:
@@ -132,20 +124,17 @@ class Engine(Protocol):
 
 
 class Technique(Plugin):
-    """Changes how the model is trained: slices, shards, recomputes, compiles, converts, or watches it.
+    """Changes how the model is trained. Its `[plugins.NAME]` table enables it, or a mesh axis of its own above 1.
 
-    Enable a technique by adding its `[plugins.NAME]` table or by setting a mesh axis of its own above 1.
-
-    phase: when `apply` or `split` is called; `titan/training/phases.py` states the order and why.
+    phase: when `apply` or `split` is called (`Phase`).
     axes: mesh axes that the technique owns.
     covers: axes of other techniques that this one handles while it is on; these axes then do not enable their owners.
     provides, requires: capabilities, words of the techniques' own. Where no technique that is on provides what another
         requires, the provider with `default = True` is enabled.
     conflicts: name or capability of another technique -> a sentence that says why the two cannot be on together.
     preserves_numerics: the float32 loss curve stays the same within the tolerances of docs/correctness.md. The contract
-        suite tests it; a search leaves out layouts with techniques that say False, unless the job asks for them.
-    search_toggle: a search for the best layout may switch the technique on and off.
-    search_space: tables of options that a search tries.
+        suite tests it; a search leaves out techniques that say False, unless the job asks for them.
+    search_toggle: a search may switch the technique on and off.  search_space: tables of options that a search tries.
     measures: name -> `Measure` of the numbers that `measure` adds to rows of training.
     """
 
@@ -161,30 +150,25 @@ class Technique(Plugin):
     search_toggle: ClassVar[bool] = False
     search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
     measures: ClassVar[Mapping[str, Measure]] = {}
-    _clashes = staticmethod(technique_clashes)
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Sentences about what cannot work in this job; each names value found, value required, and the key.
 
-        Called after the job is parsed, in every process that loads it, and for each layout that a search considers.
-        Needs no process group. May build the model under `torch.device("meta")`.
+        Called in every process that loads the job, and for each layout that a search considers. May build the model
+        under `torch.device("meta")`.
         """
         return ()
 
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
         """Sentences about options that change nothing for this model; each names value found and the key.
 
-        Called when a run starts and when a job is planned, which print the sentences, and for each table of
-        `search_space`, which a search then leaves out. Never refuses a job; `check` does. Builds nothing.
-        spec: the model's, as all techniques have changed it.
+        A run at its start and a plan print them; a search leaves out tables of `search_space` that have any. `check`
+        refuses jobs. Builds nothing. spec: as all techniques have changed it.
         """
         return ()
 
     def facts(self) -> dict[Fact, str]:
-        """What other techniques must take into account: fact (see `Fact`) -> a sentence with the key to change.
-
-        Called by `job.stating(fact)`, before anything is built. May depend on options.
-        """
+        """What other techniques must take into account (`job.stating`): `Fact` -> a sentence with the key to change."""
         if self.phase == "compile":
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
@@ -192,35 +176,30 @@ class Technique(Plugin):
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """The model's spec as this technique changes it: a copy made by `dataclasses.replace`, or `spec` itself.
 
-        Called once per loaded job, in TOML order, each technique with the result of the one before. Change what stops
-        being true of the model by this technique, such as tensor styles or initial values of buffers it registers.
-        Builds nothing.
+        Called once per loaded job, each technique with the result of the one before. Change what stops being true of
+        the model, such as tensor styles or initial values of buffers that the technique registers. Builds nothing.
         """
         return spec
 
     def precision(self, precision: Precision) -> Precision:
-        """The run's precision as this technique changes it: a changed copy, or `precision` itself.
-
-        Called once per loaded job, in TOML order, first with float32 for both dtypes. Builds nothing.
-        """
+        """The run's precision as this technique changes it, likewise; the first one is given float32 for all dtypes."""
         return precision
 
     def expendable(self, job: Job) -> tuple[int, ...]:
         """Workers, by their place along the axis with weights of their own, that may die without ending the run.
 
-        Called in every process that loads the job, where the technique states `own_pace`. Not the first. See `meet`.
+        Called in every process that loads the job, where a technique states `own_pace`. Not the first one. See `meet`.
         """
         return ()
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The cost of a step as this technique changes it: a copy made by `dataclasses.replace`, or `costs` itself.
 
-        Only the planner calls it, once for each layout it considers, so keep it to arithmetic: a search calls it
-        thousands of times. A run on GPUs asks the planner for its memory, for `unset_options`. Techniques are called by
-        phase, within a phase in TOML order: what comes after phase `shard`, such as an exchange of weights, is given
-        `costs.updated_over`. Then come the loss, the optimizer, and techniques that own an axis with weights "layers".
-        What the latter change must follow from their options, the degrees and the micro batch alone.
-
+        Only the planner calls it, once for each layout it considers (in a run on GPUs for `unset_options`), so keep it
+        to arithmetic: a search calls it thousands of times. Techniques are called by phase, within a phase in TOML
+        order: what comes after phase `shard`, such as an exchange of weights, is given `costs.updated_over`. Then come
+        the loss, the optimizer, and techniques that own an axis with weights "layers". What the latter change must
+        follow from their options, the degrees and the micro batch alone.
         costs: see `Costs` for every field and unit.  job: of this layout.
         """
         return costs
@@ -228,10 +207,10 @@ class Technique(Plugin):
     def unset_options(self, job: Job) -> list[dict[str, Any]]:
         """Values of options that the job leaves to memory, None or "auto": tables, the fastest first; or none.
 
-        Called after the job is loaded. The technique uses the values of the first table as long as its options are
-        unset. The host sets the first one with which the job leaves enough of the device's memory free
-        (`DeviceMemory.limit_gib`), by the costs that techniques state. Where several techniques have tables, it takes
-        those that are fewest places down, all added up. A table that `check` refuses is skipped.
+        The technique uses the values of the first table as long as its options are unset. The host sets the first one
+        with which the job leaves enough of the device's memory free (`DeviceMemory.limit_gib`), by the costs that
+        techniques state. Where several techniques have tables, it takes those that are fewest places down, all added
+        up. A table that `check` refuses is skipped.
         job: of this layout.
         """
         return []
@@ -239,10 +218,8 @@ class Technique(Plugin):
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Change one model part, in this technique's phase; called on every rank, for each of its parts in stage order.
 
-        part: `part.module` is on the meta device, so its tensors have shapes and dtypes but no values; in phase
-            `materialise` it is on `context.device` with initial values. A checkpoint's weights are loaded later, into
-            the same tensors.
-        context: job, mesh, spec, precision, and the other techniques.
+        part: `part.module` is on the meta device; in phase `materialise` it is on `context.device` with initial values.
+            A checkpoint's weights are loaded later, into the same tensors.
 
         May replace modules and parameters, wrap forwards (`ModelPart.wrap_forward`), register hooks, and set
         `part.runner`. Canonical names of parameters must not change. Ranks of different pipeline stages have different
@@ -252,16 +229,16 @@ class Technique(Plugin):
     def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """Phase `split` only, in place of `apply`: the parts of the model that this rank trains, in stage order.
 
-        Called once on every rank. Only one technique may define it. model is the whole model on the meta device. Set
-        modules of other stages to None, and drop the layers of other stages from their ModuleDict.
+        Only one technique may define it. model is the whole model on the meta device. Set modules of other stages to
+        None, and drop the layers of other stages from their ModuleDict.
         """
         return [ModelPart(model)]
 
     def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
         """An engine in place of the host's SequentialEngine, which runs one part; None: keep the host's.
 
-        Called on every rank after the last phase and before the optimizer is built, also for generation and evaluation.
-        Only one technique may define it. parts are this rank's, wrapped and materialized, in stage order.
+        Called after the last phase and before the optimizer is built, also for generation and evaluation. Only one
+        technique may define it. parts are this rank's, wrapped and materialized, in stage order.
         """
         return None
 
@@ -270,8 +247,8 @@ class Technique(Plugin):
     ) -> torch.optim.Optimizer:
         """The run's optimizer as this technique changes it: one that wraps it, or `optimizer` itself.
 
-        Called on every rank after `engine`, each technique with the result of the one before, and with what the job's
-        optimizer was built from: in TOML order, but the later for the facts `state_on_host` and `updates_in_backward`.
+        Called after `engine`, each technique with the result of the one before, and with what the job's optimizer was
+        built from: in TOML order, but the later for the facts `state_on_host` and `updates_in_backward`.
         Who returns a wrapper states the fact `wraps_optimizer`. It has `param_groups` and `state` of the wrapped one,
         and its `eval` and `train` where it has these (`Optimizer.build`). It keeps what it adds there, by a slot name
         of its own per parameter: so a checkpoint has it under canonical names, at any layout. One that keeps state
@@ -283,25 +260,22 @@ class Technique(Plugin):
     def batch(self, batch: Batch) -> Batch:
         """A micro batch as this technique changes it: a copy made by `dataclasses.replace`, or `batch` itself.
 
-        Called on every rank for each micro batch of training, validation, evaluation, generation and the dry run, by
-        phase, before the forward. A technique whose ranks share a sequence returns this rank's positions of it: tokens,
-        labels and positions alike, and documents whole. Samples are not dealt here; the host does that.
+        Called on every rank for each micro batch of training, validation, evaluation, generation and the dry run,
+        before the forward. A technique whose ranks share a sequence returns this rank's positions of it: tokens, labels
+        and positions alike, and documents whole. The host deals samples.
         """
         return batch
 
     def costly_operations(self) -> Iterable[OpOverload]:
-        """Operations of this technique's own whose results are dear: recomputation that keeps any keeps these.
-
-        Called after phase `partition`, once per model part.
-        """
+        """Its own operations whose results are dear: recomputation that keeps any keeps these. Called once per part."""
         return ()
 
     def objective(self, objective: Tensor) -> Tensor:
         """The scalar that is differentiated, as this technique changes it, such as by a loss scale; or itself.
 
-        Called in TOML order with a micro batch's share of the step's mean, in the forward of the last stage, and with
-        what a `SideLoss` adds, in any stage, maybe compiled: no collectives, no reading on the host. Undo in
-        `after_backward` what this does to gradients. Logged losses stay as they are.
+        Called with a micro batch's share of the step's mean, in the forward of the last stage, and with what a
+        `SideLoss` adds, in any stage, maybe compiled: no collectives, no reading on the host. Undo in `after_backward`
+        what this does to gradients. Logged losses stay as they are.
         """
         return objective
 
@@ -311,16 +285,16 @@ class Technique(Plugin):
     def before_microbatch(self, index: int, count: int) -> None:
         """The SequentialEngine is about to run micro batch `index` (from 0) of `count` of this step.
 
-        Other engines need not call it: do not rely on it with pipelines. Must not draw from PyTorch's default
-        generators or write to a persistent buffer, as a forward must not.
+        Other engines need not call it. It obeys the limits of a forward: no draws from PyTorch's default generators,
+        no writes to persistent buffers.
         """
 
     def after_backward(self) -> None:
         """All micro batches have been added to the gradients; norm, clipping and update follow.
 
-        `.grad` of this rank's parameters may be changed in place, or reduced: it is final when all techniques have
-        returned. A gradient must not be left as a partial sum, since the global norm is computed next. Techniques that
-        change the objective come first, then those that own or cover axes, the latest phase first.
+        `.grad` of this rank's parameters may be changed in place, or reduced; none may stay a partial sum, since the
+        global norm is computed next. Techniques that change the objective come first, then those that own or cover
+        axes, the latest phase first.
         """
 
     def overflow_expected(self) -> Tensor | None:
@@ -334,14 +308,14 @@ class Technique(Plugin):
         """Gradients are clipped, and the optimizer is about to step, unless loss or norm are not finite.
 
         grad_norm: global norm before clipping, a float32 scalar on the device, equal on all ranks; NaN where the update
-            is skipped. Reading it on the host makes the host wait for the device.
+            is skipped. A host that reads it waits for the device.
         """
 
     def after_step(self, step: int, updated: Tensor) -> None:
         """Step `step` is done: weights are updated (or the update was skipped) and gradients are cleared.
 
-        Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
-        metrics, validation and saving.
+        Called before metrics, validation and saving. Weights and persistent buffers may be changed here, the same way
+        on every rank that has them.
         updated: whether loss and norm were finite, so that weights are updated by them; a bool scalar on the device,
             equal on all ranks of a worker. Where it is false, state that follows updates stays, by `torch.where`.
         """
@@ -349,9 +323,8 @@ class Technique(Plugin):
     def meet(self, step: int) -> Collection[int] | None:
         """All ranks have done step `step`, and are about to validate, to save, or to end.
 
-        Called only where a technique states `own_pace`, before each of these: the first point since the last one where
-        workers may wait for each other, and where collectives over all ranks are allowed. Weights may be changed here,
-        the same way on every rank that has them.
+        Called only where a technique states `own_pace`: where workers may wait for each other, and collectives over all
+        ranks are allowed. Weights may be changed here, the same way on every rank that has them.
         Returns the `expendable` workers that have died so far, as the ranks of the first worker know; what rank 0 says
         counts. The host goes on without them: `context.mesh` reduces over the workers that are there.
         """
@@ -360,24 +333,23 @@ class Technique(Plugin):
     def measure(self) -> Mapping[str, Tensor | None]:
         """What this rank adds to the row of the step just done: each name in `measures` -> a value, or None.
 
-        Called on every rank when a row of training is due, after `after_step`; never in a dry run. Gradients are
-        cleared by then: add up on the device what they tell in earlier hooks.
+        Called on every rank when a row is due, after `after_step`; never in a dry run. Gradients are cleared by then:
+        add up on the device what they tell in earlier hooks.
 
-        A value is a plain tensor on the rank's device, a scalar or, for a mean, [2] (`Join`). None: this rank has no
-        value, such as a pipeline stage without the loss. The row leaves out what no rank has a value of, and a mean
-        whose counts add up to 0. The host joins the values of all ranks and reads them with the loss: read none here.
+        A value is a plain tensor on the rank's device, a scalar or, for a mean, [2] (`Join`). None: this rank has none,
+        such as a pipeline stage without the loss. The row leaves out what no rank has a value of, and a mean whose
+        counts add up to 0. The host joins the values of all ranks and reads them with the loss: read none here.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State that must outlive the process: tables and lists of tensors, and of values that JSON can hold.
 
-        Called on every rank when a checkpoint is saved, and on resume once before `load_state_dict`; no collectives.
-        Each rank returns the part it has. Tables are merged key by key over all ranks. A tensor is saved under its keys
-        from any rank that returns it, a DTensor with all its shards. A value that several ranks return under one key is
-        saved once and must be the same on all of them; otherwise the save fails, naming technique, key and ranks. So
-        name state of a layer or parameter after it: canonical names are the same at every layout. `PerRank`, `Own`
-        and `Alike` are tables of tensors that ranks hold each of their own, or alike, where that must be said.
+        Called when a checkpoint is saved, and on resume once before `load_state_dict`. Each rank returns the part it
+        has; tables are merged key by key over all ranks. A tensor is saved under its keys from any rank that returns
+        it, a DTensor with all its shards. A value that several ranks return under one key must be the same on all of
+        them, or the save fails. So name state of a layer or parameter after it: canonical names are the same at every
+        layout. `PerRank`, `Own` and `Alike` are tables of tensors that ranks hold each of their own, or alike.
 
         A table `weights` of tensors under canonical names of parameters is a second set of weights:
         `titan eval`, `titan generate` and `titan convert` use it with `--weights NAME`.
@@ -387,14 +359,11 @@ class Technique(Plugin):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, on every rank and at any layout; a new run passes an empty table.
 
-        Called once per run, after weights and optimizer state are loaded and before the first step. Values come from
-        all ranks. A tensor is loaded on the ranks whose own `state_dict` names it at this moment: as shards of the
-        DTensor named there, or else whole, plain and on the CPU. A tensor that no rank names is loaded on every rank,
-        so make large ones before the first step. Keys that were not saved are absent.
+        Called after weights and optimizer state are loaded and before the first step. Values come from all ranks. A
+        tensor is loaded on the ranks whose own `state_dict` names it at this moment: as shards of the DTensor named
+        there, or else whole, plain and on the CPU. One that no rank names is loaded on every rank, so make large ones
+        before the first step. Keys that were not saved are absent.
         """
 
     def close(self) -> None:
-        """The run ends, by its last step or by an error; called once on every rank, in reverse order.
-
-        No collectives: other ranks may be gone.
-        """
+        """The run ends, by its last step or by an error; called in reverse order. Other ranks may be gone."""

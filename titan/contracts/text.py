@@ -15,7 +15,7 @@ from titan.paths import expanded
 
 
 class Delimiters(NamedTuple):
-    """Ids around the texts of a model. Those of a published model stand in the files beside its tokenizer.
+    """Ids around the texts of a model.
 
     start: id from which the first id of a scored document is predicted.  before, after: ids put around a prompt and a
     scored document, which are scored too.  stops: ids of which each ends a generated text.
@@ -55,8 +55,8 @@ class Tokenizer(Plugin, ABC):
     def delimiters(self) -> Delimiters:
         """Of the model that the tokenizer was published with; by default those of titan's own training: `end` alone.
 
-        For evaluation and generation with weights that titan has not trained, and for what `titan convert` writes. Of
-        weights that titan has trained, `stops` alone are read, beside `end`.
+        `titan convert` writes them. Evaluation and generation read them for weights that titan has not trained, and
+        `stops` alone for those that it has.
         """
         return Delimiters(self.end, (), (), (self.end,))
 
@@ -78,10 +78,10 @@ class Tokenizer(Plugin, ABC):
         """Text of ids. Broken UTF-8 becomes the replacement character, and the end id becomes nothing."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Name -> content of the files that the tokenizer is built from, for a checkpoint to keep.
+        """Name -> content of the files that the tokenizer is built from, for a checkpoint to keep; called on rank 0.
 
-        Called on rank 0. By default the files that options with `path` name. From the copies the same tokenizer is
-        built: an option that names a file is given that copy, one that names a folder their folder.
+        By default the files that options with `path` name. From the copies the same tokenizer is built: an option that
+        names a file is given that copy, one that names a folder their folder.
 
         Raises:
             DataError: one cannot be read.
@@ -95,17 +95,14 @@ class Tokenizer(Plugin, ABC):
             raise by_errno(error, DataError(f"{error.filename} cannot be read: {error.strerror}")) from None
 
     def hf_files(self) -> Mapping[str, bytes | Mapping[str, Any]] | None:
-        """File name -> content or JSON value of the files from which transformers builds the same tokenizer.
-
-        None: impossible.
-        """
+        """Name -> content or JSON of files from which transformers builds the same tokenizer; None: impossible."""
         return None
 
     @classmethod
     def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
         """Values of Config that read the tokenizer of a Hugging Face folder; None when its files are of another kind.
 
-        Called on every tokenizer plugin until one returns values. The folder's contents are not trusted.
+        Called on every tokenizer plugin until one returns values. The folder is not trusted.
         """
         return None
 
@@ -118,20 +115,18 @@ class Dataset(Plugin, ABC):
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """The files read, in an order that is the same in every process; their contents are the dataset's identity.
+        """All files that `documents` reads, in one order in every process; their contents are the dataset's identity.
 
         Called when the run's data is opened: on rank 0, and on the first rank of a node whose cache lacks the tokens.
-        Name every file that `documents` reads: only these files are watched for changes while they are tokenized.
 
         Raises:
             DataError: there is none.
         """
 
     def documents(self, file: Path) -> Iterator[Document]:
-        """The documents of one of the files, in order.
+        """The documents of one of the files, in order; read lazily, as a file may be larger than memory.
 
-        Called once per file, in worker processes: the plugin is made again there from its config. Read lazily: a file
-        may be larger than memory.
+        Called once per file, in worker processes: the plugin is made again there from its config.
 
         Raises:
             DataError: something cannot be read; names the place.

@@ -32,13 +32,10 @@ sum: a value is a scalar. Values are added over the axes that state one of the f
 class Measure:
     """A number that a plugin adds to rows of training. The name is its key in `measures` of the plugin's class.
 
-    doc: one line, with the unit; `titan plugins NAME` prints it.  join: see `Join`.
+    doc: one line, with the unit; `titan plugins NAME` prints it.
     detail: one of many of a kind, such as a number of each layer, which lines on a terminal leave out.
     over: facts of axes, for "sum" alone: ("dealt", "sliced") for what differs between tokens, "layers" too where each
         pipeline stage has a share, or only one stage has the value.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
     """
 
     doc: str
@@ -53,17 +50,15 @@ class Measure:
         if self.join not in get_args(Join):
             raise ValueError(f"Measure: join = {self.join!r}: must be one of {', '.join(map(repr, get_args(Join)))}")
         if bool(self.over) != (self.join == "sum") or not facts.issuperset(self.over):
-            told = (
-                'must be a tuple of facts of axes, such as ("dealt", "sliced"), for join = "sum", and empty otherwise'
-            )
-            raise ValueError(f"Measure: over = {self.over!r} with join = {self.join!r}: {told}")
+            rule = 'a tuple of facts of axes, such as ("dealt", "sliced"), for join = "sum", and empty otherwise'
+            raise ValueError(f"Measure: over = {self.over!r} with join = {self.join!r}: must be {rule}")
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """What a tracker is given at the start.
 
-    folder: of the run, which exists.  name: of the run.  config: the resolved TOML, as nested tables.
+    folder: of the run, which exists.  config: the resolved TOML, as nested tables.
     start_step: steps already done, 0 for a new run.  steps: of the whole run.
     params: parameters of the whole model.  every: steps between logged rows.
     measures: names that plugins may add to rows of training, but for details (`Measure.detail`).
@@ -83,8 +78,7 @@ class Tracker(Plugin, ABC):
     """Where metrics are sent. Configured in `[metrics.NAME]`; `enabled = false` switches a tracker off.
 
     All hooks are called on rank 0 alone, in the training process and on the host: no collectives. An exception in
-    `start` ends the run. An exception in another hook is reported once, and the run continues: the hook is called again
-    with the next row or step, so the tracker must recover by itself.
+    `start` ends the run. One in another hook is reported once, and the hook is called again with the next row or step.
     """
 
     kind = "tracker"
@@ -95,10 +89,9 @@ class Tracker(Plugin, ABC):
 
     @abstractmethod
     def log(self, row: Row) -> None:
-        """Take a row of metrics; called every `[metrics] every` steps, and for each validation with its own keys.
+        """Take a row of plain numbers; called every `[metrics] every` steps, and for each validation with its own keys.
 
-        row: name -> number; `step` is always there, None stands for unknown. Values are plain Python numbers, already
-            read from the device. `Meter.row` (titan/training/metrics.py) states keys and units; plugins add measures.
+        `Meter.row` (titan/training/metrics.py) states keys and units; plugins add measures.
         """
 
     def progress(self, step: int) -> None:
@@ -108,15 +101,13 @@ class Tracker(Plugin, ABC):
         """The run ends, by its last step or by an error."""
 
 
-StepPhase = Literal["data", "forward and backward", "gradients", "optimizer"]
-"""What the host annotates in a step: the wait for the loader; the passes of all micro batches; what techniques reduce
-after these; the update."""
-
-
-def annotated(phase: StepPhase) -> AbstractContextManager[Any]:
+def annotated(
+    phase: Literal["data", "forward and backward", "gradients", "optimizer"],
+) -> AbstractContextManager[Any]:
     """The body is this phase of a step in the trace of torch.profiler, under the name `titan: PHASE`.
 
-    Without a profiler it costs 0.1 us, of the 30 us of a `record_function`.
+    data: the wait for the loader.  gradients: what techniques reduce after the passes of all micro batches. Without a
+    profiler it costs 0.1 us; a `record_function` would cost 30.
     """
     recorded = torch._C._autograd._profiler_enabled()
     return torch.profiler.record_function(f"titan: {phase}") if recorded else nullcontext()

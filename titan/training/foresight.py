@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 from titan.config import Job
-from titan.config.unset_options import described, left_to_memory, usual_values, with_options
+from titan.config.unset_options import described, left_to_memory, with_options
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.planner import PACKAGE, Values, find_planner
 from titan.errors import ConfigError
@@ -42,7 +42,8 @@ def choose(job: Job, device_gib: float | None, cluster: str = "") -> tuple[Value
         if planner := find_planner():
             return planner.choose(job, device_gib, cluster)
         why = f"{PACKAGE} is not installed, which would choose by memory"
-    return {}, [f"{sentence}: {why}" for sentence in described(job, usual_values(tables))]
+    usual = {name: each[0] for name, each in tables.items()}
+    return {}, [f"{sentence}: {why}" for sentence in described(job, usual)]
 
 
 def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> None:

@@ -37,8 +37,8 @@ FAULTS = (
     Fault(
         "a layout of another number of ranks accepted",
         "titan/contracts/base/layout.py",
-        "layout.world_size != world_size:",
-        "layout.world_size < 0:",
+        "needed != world_size:",
+        "needed < 0:",
         ("tests/unit/test_mesh.py::test_faults",),
     ),
     Fault(
@@ -79,14 +79,14 @@ FAULTS = (
     Fault(
         "an optional value refused without the word that leaves it out",
         "titan/contracts/plugin/options.py",
-        'return ", or none" if',
-        'return "" if',
+        'f", or {no_value}" if',
+        '"" if',
         ("tests/unit/test_options.py::test_an_option_that_may_have_no_value_says_how_to_give_none",),
     ),
     Fault(
         "sequences sliced for a model whose attention nobody can replace",
         "titan/config/check.py",
-        "if axes and not spec.attention:",
+        "if not spec.attention:",
         "if len(axes) > 1 and not spec.attention:",
         ("tests/unit/test_attention.py::test_a_model_that_names_no_attention_is_not_sliced",),
     ),
@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "a fault of the command line said of the file",
         "titan/config/tables.py",
-        "if named and origin == COMMAND_LINE:",
-        "if named and not origin:",
+        "if origin == COMMAND_LINE and len(at) > 1",
+        "if not origin and len(at) > 1",
         ("tests/unit/test_overrides.py::test_a_layout_of_the_command_line_that_does_not_fit_is_its_fault",),
     ),
     Fault(

@@ -11,10 +11,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Document:
-    """One text of a dataset.
-
-    text: its contents.  place: where it was read, as file or file:line, for messages.
-    """
+    """One text of a dataset, and the place where it was read, as file or file:line, for messages."""
 
     text: str
     place: str
@@ -26,7 +23,6 @@ class Batch:
 
     B is `job.micro_batch`. T is `job.data.seq_len`, and S is T where no technique has cut the sequence, otherwise the
     positions that this rank has.
-
     tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
     documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where
         attention may cross documents. Stays whole where ranks have slices of the sequence.

@@ -1,7 +1,6 @@
 """Collectives as PyTorch's dispatcher sees them: their kind, group and size, and the bytes that a rank sends.
 
 `sent_bytes` is the one rule for bytes on the wire: of the metric `bytes_sent`, of the dry run, and of predicted times.
-`around_each` is the one place where the collectives of a process pass.
 """
 
 import re
@@ -20,37 +19,13 @@ from torch.utils._pytree import tree_leaves
 PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Kind -> how often a ring passes the whole tensor around."""
 
-_SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")
-"""Kinds in which a rank sends no numbers."""
-
-_KINDS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "isend": "send",
-    "irecv": "recv",
-}
-"""PyTorch's names of the same collective; names that are not listed stay."""
-
-_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
-"""Operations of these namespaces that do not communicate."""
+_SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")  # in these a rank sends no numbers
 
 
 def is_collective(operation: OpOverload) -> bool:
     """Whether an operation communicates with other ranks."""
-    return operation.namespace in ("c10d", "_c10d_functional") and operation._schema.name not in _LOCAL
+    local = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
+    return operation.namespace in ("c10d", "_c10d_functional") and operation._schema.name not in local
 
 
 def in_place(operation: OpOverload) -> bool:
@@ -62,7 +37,9 @@ def in_place(operation: OpOverload) -> bool:
 def kind_of(operation: OpOverload) -> str:
     """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
     name = operation._schema.name.rpartition("::")[2].strip("_").removesuffix("_out")
-    return _KINDS.get(name, name)
+    flat = name.replace("_", "")  # PyTorch has other names too: allgather_base, all_gather_into_tensor_coalesced
+    point_to_point = {"isend": "send", "irecv": "recv"}.get(name, name)
+    return next((kind for kind in PASSES if flat.startswith(kind.replace("_", ""))), point_to_point)
 
 
 def group_of(args: Any) -> dist.ProcessGroup:
@@ -87,19 +64,16 @@ def payload(args: Any, out: Any) -> int:
 
 
 def sent_bytes(kind: str, whole: float, ranks: int) -> float:
-    """Bytes that a rank sends in a collective, the mean over the ranks of its group.
+    """Bytes that a rank sends in a collective, the mean over the ranks of its group; without headers and retries.
 
     whole: bytes of the whole tensor (`payload`).  ranks: of the group.
 
     All-gather, reduce-scatter, all-to-all, broadcast and reduce: (n - 1) / n of the tensor. All-reduce: twice that.
     It is the least that ranks can send where no switch adds for them: what rings send (Patarasu and Yuan, J. Parallel
-    Distrib. Comput. 69, 2009), and in an all-to-all each rank to each other one. A send: the tensor. A receive or a
-    barrier: nothing. Headers and retries are not counted.
+    Distrib. Comput. 69, 2009), and in an all-to-all each rank to each other one.
     """
-    if kind == "send":
-        return whole
-    if kind in _SILENT:
-        return 0.0
+    if kind == "send" or kind in _SILENT:
+        return whole if kind == "send" else 0.0
     return PASSES.get(kind, 1.0) * (ranks - 1) / ranks * whole
 
 
@@ -136,11 +110,18 @@ def around_each(around: Around) -> Callable[[], None]:
     dispatcher as an operation of the namespace `c10d`; functional collectives too. A kernel there calls `around`, and
     dispatches on. Its key is BackendSelect, which every call has, from any thread and on any device, and for which no
     collective has a kernel of its own. The key of autograd would miss what DTensor sends; a dispatch mode would cost
-    every operation. A kernel in place of the device's own would hold Python's lock while it runs, which ends in a
-    deadlock.
+    every operation. A kernel in place of the device's own would hold Python's lock, which ends in a deadlock.
     """
     if not _around:
-        _kernels.append(_passed())
+        kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for name in filter(re.compile("c10d::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names()):
+            operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            arguments = enumerate(operation._schema.arguments)
+            place = next((place for place, of in arguments if "ProcessGroup" in str(of.type)), None)
+            if place is not None:
+                kernel = partial(_pass, operation, place)
+                kernels.impl(operation._schema.name, kernel, "BackendSelect", with_keyset=True)
+        _kernels.append(kernels)
     _around.append(around)
 
     def stop() -> None:
@@ -149,18 +130,6 @@ def around_each(around: Around) -> Callable[[], None]:
             _kernels.pop()._destroy()
 
     return stop
-
-
-def _passed() -> Any:
-    kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name in filter(re.compile("c10d::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names()):
-        operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-        arguments = enumerate(operation._schema.arguments)
-        place = next((place for place, of in arguments if "ProcessGroup" in str(of.type)), None)
-        if place is not None:
-            kernel = partial(_pass, operation, place)
-            kernels.impl(operation._schema.name, kernel, "BackendSelect", with_keyset=True)
-    return kernels
 
 
 def _pass(operation: OpOverload, place: int, keys: Any, *args: Any) -> Any:

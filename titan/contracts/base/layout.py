@@ -1,6 +1,6 @@
 """The layout: named axes over the ranks of a run, each with facts about its ranks. Arithmetic, without process groups.
 
-Only the plugin that owns an axis knows it by name. Loss, data and gradient norm ask for facts.
+Only the plugin that owns an axis knows it by name; all else asks for facts.
 
 An axis that folds others is no dimension of its own: it divides the ranks of these axes anew, for some parameters. Let
 f be the number of a rank among them, outer axes first. Its place on the folding axis is f mod degree, so ranks along it
@@ -10,7 +10,7 @@ are neighbors. What the axis leaves of the axes it folds, its remainder, are the
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import Literal, get_args, get_type_hints
 
@@ -20,7 +20,7 @@ from titan.contracts.plugin.options import coerce, did_you_mean, shown
 DataFact = Literal["same", "dealt", "sliced"]
 """What the ranks along an axis see: the same samples, other samples, or other positions of the same samples.
 
-The host deals samples over axes that are "dealt". Tokens and losses are summed over axes that are "dealt" or "sliced".
+Tokens and losses are summed over axes that are "dealt" or "sliced".
 """
 
 WeightsFact = Literal["copies", "slices", "layers", "own"]
@@ -29,8 +29,8 @@ their own, which drift apart.
 
 A gradient is summed over every axis that is "dealt" or "sliced" and along which the parameter is a copy. The global
 norm adds the squares over "slices" and "layers". Nothing of a step is summed over "own": each rank along such an axis
-(with the ranks inside of it, a worker) makes steps of its own, of its share of the samples, until its technique
-exchanges weights. Rows of metrics have the mean of the workers; a checkpoint has what each of them holds.
+(with the ranks inside of it, a worker) makes steps of its own, until its technique exchanges weights. Rows of metrics
+have the mean of the workers; a checkpoint has what each of them holds.
 """
 
 AxisFact = DataFact | WeightsFact
@@ -38,11 +38,10 @@ AxisFact = DataFact | WeightsFact
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A mesh axis that a plugin owns. Users set its degree in `[mesh]`.
+    """A mesh axis that a plugin owns. Users set its degree in `[mesh]`. A wrong value of a field is a ValueError.
 
-    name: the TOML key.
-    data: which data the ranks along the axis see; None where the axis folds others, which say so.
-    weights: which weights they hold.
+    name: the TOML key.  weights: which weights the ranks along the axis hold.
+    data: which data they see; None where the axis folds others, which say so.
     folds: axes whose ranks this one divides anew, for the parameters that are slices along it. The degree divides the
         product of theirs and multiplies the world by nothing.
     topology_order: position from outer axes (slow links) to inner axes (fast links); ranks along the axis with the
@@ -50,9 +49,6 @@ class Axis:
         that folds others, only its place in lists.
     doc: one line for help texts.
     default: degree where the TOML sets none; -1: all remaining ranks (at most one axis of a mesh), or all it folds.
-
-    Raises:
-        ValueError: a field has another type, or a value that the field does not allow.
     """
 
     name: str
@@ -81,16 +77,10 @@ class Axis:
     @property
     def family(self) -> str:
         """What communication along the axis is reported as: "tp", "cp", "ep", "dp", "worker" or "pp"."""
-        if self.weights == "layers":
-            return "pp"
-        if self.weights == "own":
-            return "worker"
-        if self.weights == "slices":
-            return "tp" if self.data == "same" else "ep"
-        return "cp" if self.data == "sliced" else "dp"
+        slices, copies = "tp" if self.data == "same" else "ep", "cp" if self.data == "sliced" else "dp"
+        return {"layers": "pp", "own": "worker", "slices": slices, "copies": copies}[self.weights]
 
     def _contradiction(self) -> str:
-        """What does not go together in the facts; empty where all does."""
         if self.folds and self.data is not None:
             return f'data = "{self.data}" with folds = {self.folds}: the axes that it folds say which data ranks see'
         if self.folds and self.weights != "slices":
@@ -108,10 +98,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of all axes, outer to inner. Pure arithmetic.
-
-    axes: sorted by `topology_order`.  degrees: axis name -> ranks along it.
-    """
+    """Degrees of all axes, axis name -> ranks along it; axes are sorted by `topology_order`. Pure arithmetic."""
 
     axes: tuple[Axis, ...]
     degrees: Mapping[str, int]
@@ -133,7 +120,7 @@ class Layout:
     def axes_of(self, *facts: AxisFact) -> tuple[str, ...]:
         """Names of the axes that state one of these facts, outer to inner; none that folds others.
 
-        So a reduction over them counts each rank once. What is a slice along a folding axis tells so by its placement.
+        So a reduction over them counts each rank once.
         """
         return tuple(axis.name for axis in self.dimensions if axis.data in facts or axis.weights in facts)
 
@@ -190,18 +177,15 @@ class Layout:
         return " x ".join(f"{name} {self.degrees[name]}" for name in names if self.degrees[name] > 1)
 
     def __str__(self) -> str:
-        folding = [f"{axis.name} {self.degrees[axis.name]}" for axis in self.axes if axis.folds]
         world = self.product([axis.name for axis in self.dimensions]) or "one rank"
-        return ", ".join([world, *(part for part in folding if not part.endswith(" 1"))])
+        return ", ".join([world, *filter(None, (self.product([axis.name]) for axis in self.axes if axis.folds))])
 
 
 def lay_out(
     axes: Sequence[Axis], wanted: Mapping[str, int], world_size: int | None
 ) -> tuple[Layout, list[tuple[str, str]]]:
-    """The layout of the wanted degrees over `world_size` ranks (None: as many as the degrees need).
-
-    Returns the layout, and the errors found as (axis, sentence). With errors, use the layout for further checks only.
-    """
+    """The layout of the wanted degrees over `world_size` ranks (None: as many as they need), and (axis, sentence) of
+    each error. With errors, the layout serves further checks alone."""
     ordered = tuple(sorted(axes, key=lambda axis: axis.topology_order))
     known = {axis.name for axis in ordered}
     faults = [(name, f"no plugin owns this axis{did_you_mean(name, known)}") for name in wanted if name not in known]
@@ -213,11 +197,9 @@ def lay_out(
     layout = Layout(ordered, degrees)
     left = [axis.name for axis in layout.dimensions if degrees[axis.name] == -1]
     for name in left[1:]:
-        faults.append(
-            (name, f"= -1: only one axis can take all remaining ranks, and {left[0]} already does; set a degree")
-        )
-    for name in left:
-        degrees[name] = 1
+        what = f"only one axis can take all remaining ranks, and {left[0]} already does; set a degree"
+        faults.append((name, f"= -1: {what}"))
+    degrees |= dict.fromkeys(left, 1)
     fixed = layout.world_size
     if left and world_size is None:
         degrees[left[0]] = _least(layout, left[0])
@@ -226,9 +208,15 @@ def lay_out(
     for axis in layout.axes:
         if degrees[axis.name] == -1:
             degrees[axis.name] = math.prod(degrees[name] for name in layout.folded(axis.name))
-    if world_size is not None and layout.world_size != world_size:
-        return layout, [*faults, ("", _misfit(layout, world_size))]
-    return layout, [*faults, *unfoldable(layout), *_apart_twice(layout)]
+    needed = layout.world_size
+    if world_size is not None and needed != world_size:
+        product = layout.product([axis.name for axis in layout.dimensions]) or "1"
+        near = max(needed, round(world_size / needed) * needed)
+        advice = f"launch {needed} ranks" + (f" (or {near} with dp_shard = -1)" if near != needed else "")
+        return layout, [*faults, ("", f"{product} = {needed} ranks, but {world_size} were launched; {advice}")]
+    own = [axis for axis in layout.axes_of("own") if degrees[axis] > 1]
+    what = f"and mesh.{layout.worker_axis} would both have weights of their own; set one of them to 1"
+    return layout, [*faults, *unfoldable(layout), *((axis, f"= {degrees[axis]}: {what}") for axis in own[1:])]
 
 
 def _least(layout: Layout, axis: str) -> int:
@@ -251,29 +239,9 @@ def unfoldable(layout: Layout) -> Iterator[tuple[str, str]]:
         if ranks % degree:
             of = layout.product(folded) or " x ".join(f"{name} 1" for name in folded) or "no axis"
             of += f" = {ranks}" if " x " in of else ""
-            near = nearest(degree, partial(_divides, ranks), most=ranks)
+            near = nearest(degree, lambda number: ranks % number == 0, most=ranks)  # noqa: B023 (it is called at once)
             yield axis, f"= {degree}: must divide the ranks of the axes that it folds, {of}; nearest: {near}"
     for first, second in combinations(folding, 2):
         if both := set(layout.folded(first)) & set(layout.folded(second)):
             what = f"mesh.{first} divides the ranks of {' and '.join(sorted(both))} already; set one of them to 1"
             yield second, f"= {layout.degrees[second]}: {what}"
-
-
-def _apart_twice(layout: Layout) -> Iterator[tuple[str, str]]:
-    """(axis, sentence) for each axis above 1 with weights of its own, beside the first."""
-    _, *others = [axis for axis in layout.axes_of("own") if layout.degrees[axis] > 1] or [""]
-    for axis in others:
-        what = f"and mesh.{layout.worker_axis} would both have weights of their own; set one of them to 1"
-        yield axis, f"= {layout.degrees[axis]}: {what}"
-
-
-def _divides(whole: int, number: int) -> bool:
-    return whole % number == 0
-
-
-def _misfit(layout: Layout, world_size: int) -> str:
-    product = layout.product([axis.name for axis in layout.dimensions]) or "1"
-    needed = layout.world_size
-    nearest = max(needed, round(world_size / needed) * needed)
-    advice = f"launch {needed} ranks" + (f" (or {nearest} with dp_shard = -1)" if nearest != needed else "")
-    return f"{product} = {needed} ranks, but {world_size} were launched; {advice}"

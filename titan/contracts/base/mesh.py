@@ -22,8 +22,8 @@ class Mesh:
     An axis of degree 1 is left out unless its owner is on (`keep`): every axis costs time. One that folds others and
     has degree 1 divides nothing, and is always left out.
 
-    On GPUs the groups of axes are NCCL's alone, for tensors on the device. Each would otherwise get a gloo group too,
-    with its threads and sockets. What needs the CPU uses the process group of all ranks, which has both.
+    On GPUs the groups of axes are NCCL's alone, for tensors on the device, to spare the threads and sockets of gloo.
+    What needs the CPU uses the process group of all ranks, which has both.
     """
 
     def __init__(self, layout: Layout, device: torch.device, rank: int, keep: Sequence[str] = ()) -> None:
@@ -47,7 +47,7 @@ class Mesh:
                 self._folds[axis.name] = folded._unflatten(0, shape, names, backend_override=backends)
 
     def _backends(self, names: Sequence[str], shape: Sequence[int]) -> Any:
-        """Dimension -> backend of its group. One of all ranks uses the process group of all, which is there."""
+        # A dimension of all ranks uses the process group of all, which is there.
         world = self.layout.world_size
         own = {name: ON_GPUS for name, size in zip(names, shape, strict=True) if size < world}
         return own if self.device.type == "cuda" and own else None
@@ -61,21 +61,19 @@ class Mesh:
         names = (axes,) if isinstance(axes, str) else axes
         if not any(name in self._folds for name in names):
             return self._mesh[axes]
-        return _beside([self._folds[name][name] if name in self._folds else self._mesh[name] for name in names])
+        return _beside([self._folds.get(name, self._mesh)[name] for name in names])
 
     def flat(self, *dimensions: Sequence[str], without: str = "") -> DeviceMesh:
         """A mesh with one dimension for each sequence of axes, of all ranks along them, for DTensor and FSDP.
 
         Axes that this mesh has left out count as 1. All ranks call it in the same order: several axes become one
         process group, which is made at the first call.
-
         without: an axis that folds others, for parameters that are slices along it: of the axes that it folds, the
             ranks count among which the slices are the same. Its dimension must name all of them or none.
         """
         return _beside([self._flattened(axes, without) for axes in dimensions])
 
     def _flattened(self, axes: Sequence[str], without: str = "") -> DeviceMesh:
-        """One dimension of all ranks along these axes."""
         assert self._mesh is not None, "this run has no mesh"
         there = tuple(axis for axis in axes if axis in self)
         named = tuple(axis for axis in there if self.layout.degrees[axis] > 1) or there[:1]
@@ -98,18 +96,17 @@ class Mesh:
         """The axis that folds others and along which a parameter is a slice; empty where there is none.
 
         Raises:
-            PluginError: it is a DTensor along such an axis, but no slice: its gradient is to be summed over the axes
-                that this one folds, which are no dimensions of its own.
+            PluginError: it is a DTensor along such an axis, but no slice: its gradient could not be summed over the
+                axes that this one folds.
         """
         if not self._folds or not isinstance(parameter, DTensor):
             return ""
         names = parameter.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, parameter.placements, strict=True):
             if name in self._folds and not placement.is_shard():
-                what = f"is {placement} along mesh axis {name!r}, which folds {', '.join(self.layout.folded(name))}"
-                raise PluginError(
-                    f"a parameter of shape {list(parameter.shape)} {what}: make it a slice, or no DTensor"
-                )
+                what = f"a parameter of shape {list(parameter.shape)} is {placement} along mesh axis {name!r}"
+                folded = ", ".join(self.layout.folded(name))
+                raise PluginError(f"{what}, which folds {folded}: make it a slice, or no DTensor")
         return next((name for name in names if name in self._folds), "")
 
     def at(self, axis: str) -> int:
@@ -135,13 +132,11 @@ class Mesh:
         return self._there.index(self.at(self.layout.worker_axis))
 
     def lose(self, workers: Collection[int]) -> list[int]:
-        """Go on without workers whose ranks are gone; returns the ranks that remain.
+        """Go on without workers (places along their axis) whose ranks are gone; returns the ranks that remain.
 
         From now on reductions over the axis with weights of their own are those of the remaining workers. All remaining
         ranks must call it, at the same point; each makes the groups of all, as PyTorch names groups by their number.
         By their ranks, as `use_local_synchronization` does, names depend on how many groups a rank has destroyed.
-
-        workers: by their place along the axis.
         """
         self._there = [worker for worker in self._there if worker not in workers]
         axis, own = self.layout.worker_axis, ON_GPUS if self.device.type == "cuda" else None
@@ -156,10 +151,9 @@ class Mesh:
         return sorted(rank for ranks in groups.values() for rank in ranks)
 
     def groups(self) -> list[tuple[str, dist.ProcessGroup]]:
-        """All process groups of this rank: one per axis, and of axes that are one dimension together.
+        """All process groups of this rank, each with the axes along which its ranks differ.
 
-        Each with the axes along which its ranks differ: "dp_shard", or "dp_shard x cp"; "dp_shard x cp / ep" is what an
-        axis leaves of those it folds.
+        "dp_shard", or "dp_shard x cp"; "dp_shard x cp / ep" is what an axis leaves of those it folds.
         """
         if self._mesh is None:
             return []
@@ -170,15 +164,14 @@ class Mesh:
         flat = [(" x ".join(rests.get(name, name) for name in key), mesh) for key, mesh in self._flat.items()]
         return found + [(axes, mesh.get_group()) for axes, mesh in flat]
 
-    def _wide(self, axis: str) -> tuple[str, ...]:
-        """Of the axes that this one folds, those above 1."""
+    def _wide(self, axis: str) -> tuple[str, ...]:  # of the axes that this one folds, those above 1
         return tuple(name for name in self.layout.folded(axis) if self.layout.degrees[name] > 1)
 
     def sum(self, tensor: torch.Tensor, *facts: AxisFact) -> torch.Tensor:
         """Sum a tensor in place over the ranks along all axes that state one of these facts, and return it.
 
-        Axes whose ranks have weights of their own are left out, unless "own" is among the facts. All these ranks must
-        call it, in the same order.
+        Not over axes with weights of their own, unless "own" is among the facts. All these ranks must call it, in the
+        same order.
         """
         return self._reduce(tensor, dist.ReduceOp.SUM, facts)
 
@@ -205,11 +198,9 @@ class Mesh:
         return found
 
 
-def _rest(axis: str) -> str:
-    """Name of the mesh dimension that a folding axis leaves of the axes it folds."""
+def _rest(axis: str) -> str:  # the mesh dimension that a folding axis leaves of the axes it folds
     return f"{axis}_rest"
 
 
 def _beside(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dimensions of all of these."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)

@@ -17,7 +17,7 @@ from titan.errors import PluginError
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of the run. They mean the same with every wrapper and with none.
+    """Dtypes of the run, with every wrapper and with none.
 
     param_dtype: of parameters and activations in forward and backward.
     reduce_dtype: of gradients while they are summed over micro batches and ranks.
@@ -34,9 +34,7 @@ class Precision:
         """The same for FSDP2. Inputs are not cast: a model that passes float32 between modules does so on purpose."""
         if self.param_dtype is torch.float32:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
-        )
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
 
 
 def sum_gradients(root: nn.Module) -> None:
@@ -50,20 +48,19 @@ def sum_gradients(root: nn.Module) -> None:
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 WrapPlace = Literal["recompute_ops", "compile", "recompute_block"]
 WRAP_ORDER: tuple[WrapPlace, ...] = get_args(WrapPlace)
-"""Order of the wrappers around a layer's forward, innermost first. The compiler decides about recomputing single
-operations, so this wrapper is inside; recomputing a whole layer calls the compiled layer again, so it is outside."""
+"""Order of the wrappers around a layer's forward, innermost first: the compiler decides about recomputing single
+operations, and recomputing a whole layer calls the compiled layer again."""
 
 
 @dataclass
 class ModelPart:
     """The modules of one pipeline stage on this rank; the whole model where there is no pipeline.
 
-    module: on the meta device until phase `materialise`; modules of other stages are None. Submodules may be replaced
-        in phases before that, under the same names.
+    module: on the meta device until phase `materialise`; modules of other stages are None. Until then submodules may be
+        replaced, under the same names.
     stage: global number of the stage.  stages: of the whole pipeline.
     shared: canonical names of tied parameters that another stage counts; left out of the gradient norm here.
-    hidden_split: ranks over which the hidden states between layers are split along the sequence. Set by the technique
-        that splits them.
+    hidden_split: ranks over which a technique has split the hidden states between layers along the sequence.
     length_multiple: lengths of sequences must be multiples of this. A technique that splits positions multiplies it.
     used_gradients: canonical name -> norm of this rank's share of a gradient, a float32 scalar on the device, of those
         that a technique has used and freed during backward.
@@ -87,10 +84,10 @@ class ModelPart:
         self._wraps: dict[str, dict[str, Wrap]] = {}
 
     def forward(self, x: Tensor, batch: Batch, labels: Tensor | None = None) -> Tensor:
-        """Run the part on tokens [B, S] or hidden states [B, S, D] of a batch, through `runner`.
+        """Run the part on tokens [B, S] or hidden states [B, S, D] of a batch, through `runner`, to hidden states.
 
-        Returns hidden states, and from the last stage logits [B, S, V]. With labels [B, S], the last stage returns the
-        objective instead: a scalar, this micro batch's share of the step's mean.
+        The last stage returns logits [B, S, V], or with labels [B, S] the objective: a scalar, this micro batch's share
+        of the step's mean.
         """
         more = {} if labels is None else {"labels": labels}
         result: Tensor = self.runner(x, batch.positions, **{"documents": None, **self.inputs(batch), **more})
@@ -103,8 +100,8 @@ class ModelPart:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of this part, each tensor once; a DTensor where a technique has sharded it.
 
-        Techniques replace parameters, and titan allocates them before phase `materialise`. A technique of an earlier
-        phase keeps the part, and asks again in each hook; what it kept of this iterator is not what is trained.
+        Techniques replace parameters, and titan allocates them before phase `materialise`: a technique of an earlier
+        phase keeps the part and asks again in each hook.
         """
         return self.module.named_parameters()
 
@@ -115,17 +112,15 @@ class ModelPart:
     def units(self, spec: ModelSpec) -> list[list[nn.Module]]:
         """The shard units of the spec that this part has, in forward order, as lists of modules."""
         here = dict(self.module.named_modules())
-        units = [[here[name] for name in unit if name in here] for unit in spec.shard_units()]
-        return [unit for unit in units if unit]
+        units = ([here[name] for name in unit if name in here] for unit in spec.shard_units())
+        return list(filter(None, units))
 
     def folded(self, mesh: Mesh) -> list[tuple[nn.Module, str]]:
         """(module, axis) of the modules whose parameters are all slices along an axis of `mesh` that folds others.
 
         Such a module is a shard unit of its own, inside of the one around it: its gradients are summed over what the
-        axis leaves of the axes that it folds, `mesh.flat(..., without=axis)`.
-
-        Raises:
-            PluginError: a module has both such slices and parameters of another kind of its own, or of another axis.
+        axis leaves of the axes that it folds, `mesh.flat(..., without=axis)`. A module that has both such slices and
+        parameters of another kind of its own, or of another axis, is a PluginError.
         """
         return list(_folded(self.module, "", mesh))
 
@@ -134,13 +129,8 @@ class ModelPart:
         here = dict(self.module.named_modules())
         return [(name, here[name]) for name in spec.layer_names() if name in here]
 
-    def wrap_forward(
-        self, name: str, place: Literal["recompute_ops", "compile", "recompute_block"], wrap: Wrap
-    ) -> None:
-        """Put `wrap` around the forward of the module `name`, at its place in WRAP_ORDER.
-
-        Canonical names of parameters do not change. One technique per module and place.
-        """
+    def wrap_forward(self, name: str, place: WrapPlace, wrap: Wrap) -> None:
+        """Put `wrap` around the forward of a module at a place in WRAP_ORDER, one each; names do not change."""
         module = self.module.get_submodule(name)
         wraps = self._wraps.setdefault(name, {})
         assert place not in wraps, f"two techniques wrap {name} at {place}"
@@ -166,7 +156,6 @@ class ModelPart:
 
 
 def _folded(module: nn.Module, name: str, mesh: Mesh) -> Iterator[tuple[nn.Module, str]]:
-    """The outermost modules in `module`, called `name`, of whose parameters all are slices along one folding axis."""
     axes = {key: mesh.fold_of(parameter) for key, parameter in module.named_parameters()}
     if len(set(axes.values())) == 1:
         if axis := next(iter(axes.values())):
@@ -175,9 +164,9 @@ def _folded(module: nn.Module, name: str, mesh: Mesh) -> Iterator[tuple[nn.Modul
     for key, _ in module.named_parameters(recurse=False):
         if axes[key]:
             other = next(one for one, axis in axes.items() if axis != axes[key])
+            way_out = "put slices into a module of their own, whose gradients are summed over other ranks"
             raise PluginError(
-                f"{name} has {key}, a slice along mesh.{axes[key]}, and {other}, which is none; put slices "
-                "into a module of their own, whose gradients are summed over other ranks"
+                f"{name} has {key}, a slice along mesh.{axes[key]}, and {other}, which is none; {way_out}"
             )
     for child, inner in module.named_children():
         yield from _folded(inner, f"{name}.{child}".lstrip("."), mesh)

@@ -17,11 +17,11 @@ ops = torch.ops._c10d_functional
 def slice_of(whole: Tensor, like: DTensor) -> Tensor:
     """The slice of `whole` that this rank's shard of `like` covers, without communication.
 
-    A strided shard (FSDP over tensor parallelism) slices what the mesh dimensions to its right have left, so those mesh
-    dimensions are applied first.
+    A strided shard (FSDP over tensor parallelism) slices what the mesh dimensions to its right, applied first, leave.
     """
     mesh, piece = like.device_mesh, whole
-    for dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(like.placements[dim])):
+    strided = [hasattr(placement, "split_factor") and type(placement) is not Shard for placement in like.placements]
+    for dim in sorted(range(mesh.ndim), key=strided.__getitem__):
         placement = like.placements[dim]
         if isinstance(placement, Replicate):
             continue
@@ -35,10 +35,7 @@ def slice_of(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def start_of(tensor: Tensor) -> tuple[int, ...]:
-    """Along each dimension, the place in the whole at which what this rank has of a tensor begins; from metadata alone.
-
-    tensor: plain, which is the whole, or a DTensor. Of an empty shard, places mean nothing.
-    """
+    """Along each dimension, where this rank's shard begins in the whole, by metadata; of an empty one, anything."""
     whole = torch.empty(tensor.shape, device="meta")
     offset, starts = slice_of(whole, tensor).storage_offset() if isinstance(tensor, DTensor) else 0, []
     for stride in whole.stride():
@@ -47,48 +44,33 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _is_strided(placement: Placement) -> bool:
-    return hasattr(placement, "split_factor") and type(placement) is not Shard
-
-
-# --- parameters ---------------------------------------------------------------------------------------------------
-
-
 def slice_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int | None], *, zero: str = "") -> None:
     """Make a module's parameters DTensors, of which its own forward reads this rank's slices as plain tensors.
 
     Several axes may slice a parameter, each along another dimension. No communication: ranks hold equal whole tensors,
     or none yet on the meta device.
-
-    Args:
-        module: what has the parameters.
-        mesh: of one dimension.
-        dims: name in the module -> the dimension to slice, which must come out even along with another axis; None: each
-            rank has the whole.
-        zero: a parameter of which this rank's forward reads zeros.
+    mesh: of one dimension.
+    dims: name in the module -> the dimension to slice, which must come out even along with another axis; None: each
+        rank has the whole.
+    zero: a parameter of which this rank's forward reads zeros.
     """
     ndims = {}
     for name, dim in dims.items():
         parameter: Any = module._parameters[name]  # a module that reads slices has no other way to it
-        placement = Replicate() if dim is None else Shard(dim)
-        slices = nn.Parameter(_sliced(parameter, mesh, placement), requires_grad=parameter.requires_grad)
-        module.register_parameter(name, slices)
-        ndims[name] = slices.device_mesh.ndim  # type: ignore[attr-defined]
+        slices = _sliced(parameter.data, mesh, Replicate() if dim is None else Shard(dim))
+        module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
+        ndims[name] = slices.device_mesh.ndim
     if dims:
         of: Any = type(module)
         module.__class__ = _reading_slices(of, tuple(ndims.items()), zero)
 
 
-def _sliced(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    tensor = parameter.data
+def _sliced(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     if not isinstance(tensor, DTensor):
         return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
     local = distribute_tensor(tensor.to_local(), mesh, [placement], src_data_rank=None).to_local()
-    both = DeviceMesh._concatenate([mesh, tensor.device_mesh])
-    placements = (placement, *tensor.placements)
-    return DTensor.from_local(
-        local, both, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )  # fmt: skip
+    both, placements = DeviceMesh._concatenate([mesh, tensor.device_mesh]), (placement, *tensor.placements)
+    return DTensor.from_local(local, both, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @cache
@@ -130,15 +112,12 @@ def local_of(parameter: DTensor) -> Tensor:
     return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)  # type: ignore[no-untyped-call]
 
 
-# --- hidden states ------------------------------------------------------------------------------------------------
-
-
 class Slices(NamedTuple):
     """The ranks that share the linears of a layer: their process group, their number, and this one's place.
 
     positions: between pairs of linears, each rank holds S / size positions of a sequence (arXiv 2205.05198); else all.
-    pipelined: collectives are written as PyTorch's pass for asynchronous tensor parallelism looks for them: what is
-        gathered or scattered is split and joined (torch/_inductor/fx_passes/micro_pipeline_tp.py).
+    pipelined: what is gathered or scattered is split and joined, as PyTorch's pass for asynchronous tensor parallelism
+        looks for it (torch/_inductor/fx_passes/micro_pipeline_tp.py).
     """
 
     group: str
@@ -149,8 +128,6 @@ class Slices(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """Hidden states made whole before a pair of linears; each rank's gradient of them is a summand."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
         ctx.slices = slices
@@ -162,8 +139,6 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks after a pair of linears; its gradient is every summand's."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
         ctx.slices = slices
@@ -209,9 +184,7 @@ normed: Callable[[Tensor, Tensor, float | None, int, Slices], Tensor] = _Normed.
 class SlicedRMSNorm(nn.RMSNorm):
     """An RMSNorm (arXiv 1910.07467) over features that are split over ranks; `weight` is this rank's slice.
 
-    Both forward and backward sum one float32 number per position over the ranks.
-
-    slices: the ranks.
+    Both forward and backward sum one float32 number per position over the ranks, `slices`.
     """
 
     slices: Slices

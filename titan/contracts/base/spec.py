@@ -79,7 +79,6 @@ vector: at most one dimension: weights of norms, biases, scalars.
 class ParameterFacts:
     """What a spec says of one parameter.
 
-    kind: see `ParameterKind`.
     dim: the dimension that heads, hidden units or words lie along, which tensor parallelism splits; None: it stays
         whole on every rank.
     partial: it is whole, but each rank of tensor parallelism uses it on its own heads: gradients are partial sums.
@@ -100,7 +99,6 @@ class Init:
     std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
     per_element: each element along dimension 0 is drawn from a generator of its own, so that a rank draws only the
         elements it holds: for stacks [E, ...] of weights.
-    value: the constant.
     compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
 
@@ -113,10 +111,7 @@ class Init:
 
 
 def normal(std: float, *, per_element: bool = False) -> Init:
-    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations.
-
-    per_element: as in `Init`, for a stack of weights.
-    """
+    """A normal distribution of mean 0, truncated at three standard deviations; `per_element` as in `Init`."""
     return Init("normal", std=std, per_element=per_element)
 
 
@@ -165,12 +160,12 @@ class ModelSpec:
         the loss is computed where its forward ends.
     attention: globs of the modules in which positions see each other, each an `AttentionCore`; empty: a model whose
         positions mix in another way, which neither slices sequences nor caches keys and values.
-    whole_sequences: what but attention needs all positions of a sequence, with the key to change; axes that slice
-        sequences are then refused with it.
-    draws: globs of the modules that draw random numbers, each a `titan.layers.philox.RandomModule`. The
-        forward of a model that names some has an argument `seeds`.
-    layers: name of the ModuleDict of layers, whose keys
-        are global layer numbers. Every parameter is in one of the three.
+    whole_sequences: what but attention needs all positions of a sequence, with the key to change: why axes that slice
+        sequences are refused.
+    draws: globs of the modules that draw random numbers, each a `titan.layers.philox.RandomModule`. The forward of such
+        a model has an argument `seeds`.
+    layers: name of the ModuleDict of layers, whose keys are global numbers. Embeddings, layers and head have every
+        parameter.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
     tensor: module glob -> `TensorStyle`, how tensor parallelism treats the module; the first glob that matches counts.
     init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
@@ -180,9 +175,8 @@ class ModelSpec:
         tensor counts among the embeddings. The mean of unequal layers need not be whole; all layers together are.
     matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears. Of
         a stack of weights, those that a token passes; of unequal layers, the mean.
-    embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer).
-        Modules are named from the whole model in embeddings and head, and from the layer in a layer. Without layer_ops
-        the model trains, but `titan plan` refuses it.
+    embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer),
+        which name modules of a layer from the layer. Without layer_ops the model trains, but `titan plan` refuses it.
     """
 
     n_layers: int
@@ -234,8 +228,7 @@ class ModelSpec:
     def layer_flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
 
-        Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
-        2204.02311), or what `layer_ops` state.
+        These count the full S x S square, as in PaLM, appendix B (arXiv 2204.02311), or what `layer_ops` state.
         """
         cores = [op.of_layers * op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
         square = 4.0 * seq_len * self.n_heads * self.head_dim
@@ -250,27 +243,16 @@ class ModelSpec:
         return 3.0 * (self.n_layers * self.layer_flops_per_token(seq_len) + self.head_flops_per_token())
 
     def init_of(self, name: str) -> Init:
-        """The initial value of a parameter, by its canonical name.
-
-        Raises:
-            PluginError: no glob of `init` matches the name.
-        """
-        for pattern, how in self.init.items():
-            if glob_matches(pattern, name):
-                return how
-        raise PluginError(
-            f"the model's spec has no initial value for parameter {name}; add a glob that matches it to ModelSpec.init"
-        )
+        """The initial value of a parameter, by its canonical name; a PluginError where no glob of `init` matches."""
+        if how := next((how for glob, how in self.init.items() if glob_matches(glob, name)), None):
+            return how
+        what = f"the model's spec has no initial value for parameter {name}"
+        raise PluginError(f"{what}; add a glob that matches it to ModelSpec.init")
 
     def init_of_buffer(self, name: str) -> Init:
-        """The initial value of a buffer, by its canonical name.
-
-        Raises:
-            PluginError: no glob of `buffers` matches the name.
-        """
-        for pattern, how in self.buffers.items():
-            if glob_matches(pattern, name):
-                return how
+        """The initial value of a buffer, by its canonical name; a PluginError where no glob of `buffers` matches."""
+        if how := next((how for glob, how in self.buffers.items() if glob_matches(glob, name)), None):
+            return how
         if any(glob_matches(f"{glob}.stream", name) for glob in self.draws):
             return STREAM
         raise PluginError(
@@ -286,7 +268,7 @@ class ModelSpec:
         """What the spec says of a parameter, by its canonical name and its number of dimensions.
 
         The kind follows from the tensor style of its module, and where there is none, from `embeddings` and `head`.
-        Features lie along the last two dimensions: of three, the first counts the weights of a stack.
+        Features lie along the last two dimensions: the first of three counts the weights of a stack.
         """
         style = self.style_of(name.rpartition(".")[0])
         names = {name}.union(*(pair for pair in self.tied if name in pair))
@@ -316,11 +298,9 @@ class ModelSpec:
     @cached_property
     def styles(self) -> dict[str, TensorStyle | None]:
         """Tensor style per module that an operation names; None where `tensor` has no glob for the module."""
-        first, found = f"{self.layers}.0.", {}
-        for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
-            if not isinstance(op, Attention) and op.module:
-                found[op.module] = self.style_of(op.module) or self.style_of(first + op.module)
-        return found
+        ops = (*self.embedding_ops, *self.layer_ops, *self.head_ops)
+        modules = [op.module for op in ops if not isinstance(op, Attention) and op.module]
+        return {module: self.style_of(module) or self.style_of(f"{self.layers}.0.{module}") for module in modules}
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
         """Modules that sharded data parallelism gathers together, in forward order: embeddings, layers, head.
@@ -340,15 +320,13 @@ class ModelSpec:
                 or a parameter or buffer has no initial value.
         """
         modules, parameters, buffers = list(modules), list(parameters), list(buffers)
-        known = get_args(TensorStyle)
         for glob, style in self.tensor.items():
-            if style not in known:
+            if style not in (known := get_args(TensorStyle)):
                 raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
-        globs = (*self.tensor, *self.attention, *self.draws)
-        absent += [g for g in globs if not any(glob_matches(g, m) for m in modules)]
-        absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
-        absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
+        of_modules, of_parameters = (*self.tensor, *self.attention, *self.draws), (*self.init, *self.no_decay)
+        for globs, names in ((of_modules, modules), (of_parameters, parameters), (self.buffers, buffers)):
+            absent += [glob for glob in globs if not any(glob_matches(glob, name) for name in names)]
         if absent:
             raise PluginError(
                 f"the model's spec has names and globs that match nothing in the model: {', '.join(absent)}; "
@@ -358,10 +336,6 @@ class ModelSpec:
             self.init_of(name)
         for name in buffers:
             self.init_of_buffer(name)
-
-
-REACH = 10_000
-"""Numbers that `nearest` asks about on either side: some milliseconds, however far off the number is."""
 
 
 @lru_cache(maxsize=4096)
@@ -379,15 +353,12 @@ def nearest(
 ) -> str:
     """`5 or 10`: the integers nearest to `number`, below (from 1) and above, for which `fits` holds; or empty.
 
-    Args:
-        fits: a condition; by default none.
-        step: only multiples of this are considered.
-        most: the largest value allowed.
+    step: only multiples of this are considered.  most: the largest value allowed.
 
-    At most `REACH` candidates are tried on either side.
+    At most 10,000 candidates are tried on either side: some milliseconds, however far off the number is.
     """
     below = range((number - 1 if most is None else min(number - 1, most)) // step * step, 0, -step)
     first = number // step * step + step
-    above = range(first, first + REACH * step if most is None else most + 1, step)
-    found = (next((n for n in islice(side, REACH) if fits(n)), None) for side in (below, above))
+    above = range(first, first + 10_000 * step if most is None else most + 1, step)
+    found = (next((n for n in islice(side, 10_000) if fits(n)), None) for side in (below, above))
     return " or ".join(str(n) for n in found if n is not None)

@@ -39,12 +39,7 @@ class CliText(str):
 
 @dataclass(frozen=True)
 class Spec:
-    """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`.
-
-    path: the value is a file, folder or glob, or several, unless it is one of `words`.
-    initial: the value is what a new run begins with; on a resume the state in the checkpoint counts.
-    over: an option of an optimizer that this one takes the place of for some parameters.
-    """
+    """What an option says about itself; see `option`."""
 
     doc: str
     unit: str = ""
@@ -75,12 +70,13 @@ def option(
 ) -> T:
     """Declare one option of a frozen dataclass.
 
-    Bounds apply to the number, or to each number of a list. `path` says that the value is a path, or a list of paths,
-    but for the `words`: a resolved job holds it as an absolute one. `key` is the name in the TOML where it cannot be
-    the field's (a Python keyword such as `async`).
-
-    `initial` marks a value that only a new run reads; a resume under another value says that. `over` names an option of
-    an optimizer that this one takes the place of for some parameters. A group that states that one alone unsets this.
+    Bounds, inclusive for `at_*`, apply to the number, or to each number of a list.
+    path: the value is a file, folder or glob, or several, unless it is one of `words`; a resolved job holds them
+        absolute.
+    key: the name in the TOML where it cannot be the field's (a Python keyword such as `async`).
+    initial: only a new run reads the value; a resume, where the checkpoint's state counts, says so under another one.
+    over: an option of an optimizer that this one takes the place of for some parameters. A group that states that one
+        alone unsets this.
     """
     spec = Spec(doc, unit, at_least, above, at_most, below, path, words, initial, over)
     metadata = {_KEY: spec, "key": key}
@@ -115,14 +111,13 @@ def _read(config: type) -> tuple[Option, ...]:
     if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
         raise TypeError(f"{config.__qualname__} must be a @dataclass(frozen=True, kw_only=True)")
     hints = typing.get_type_hints(config)
-    undeclared = set(inspect.get_annotations(config)) - {f.name for f in dataclasses.fields(config)}
     found = []
     for field in dataclasses.fields(config):
         if _KEY not in field.metadata:
             raise TypeError(f"{config.__qualname__}.{field.name} needs option(default, doc)")
         key = field.metadata["key"] or field.name
         found.append(Option(key, field.name, hints[field.name], field.default, field.metadata[_KEY]))
-    if undeclared:
+    if undeclared := set(inspect.get_annotations(config)) - {declared.field for declared in found}:
         raise TypeError(f"{config.__qualname__}: {', '.join(sorted(undeclared))} is annotated but is no field")
     keys = [declared.key for declared in found]
     if twice := {key for key in keys if keys.count(key) > 1}:
@@ -155,22 +150,16 @@ def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T 
             check_bounds(value, declaration.spec)
             values[declaration.field] = value
         except ValueError as error:
-            faults.append(where.fault(key, f"= {shown(table[key])}: {error}{_or_none(table[key], declaration.hint)}"))
+            no_value = "none" if isinstance(table[key], CliText) else "left out"  # TOML has no word for it
+            way_out = f", or {no_value}" if type(None) in typing.get_args(declaration.hint) else ""
+            faults.append(where.fault(key, f"= {shown(table[key])}: {error}{way_out}"))
     return (None, faults) if faults else (config(**values), [])
-
-
-def _or_none(value: Any, hint: Any) -> str:
-    """How to give an option no value, where that is allowed; TOML has no word for it."""
-    if type(None) not in typing.get_args(hint):
-        return ""
-    return ", or none" if isinstance(value, CliText) else ", or left out"
 
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a table: its name in brackets, and which file (or the command line) set each key.
+    """The place of a table: its name, its file, and where another set a key, key -> file (or the command line).
 
-    origins: key -> file.
     shared: keys of the table that are titan's, beside a plugin's; a misspelt key may mean one of them.
     """
 
@@ -198,13 +187,13 @@ def shown(value: Any) -> str:
 def coerce(value: Any, hint: Any) -> Any:
     """`value` as `hint`; TOML's types are strict (no 1 for true, no "3" for 3), the command line's follow the hint.
 
-    Raises:
-        ValueError: it does not fit; the message says what would.
+    A ValueError says what would fit.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return _coerce_union(value, args)
-    if isinstance(value, CliText) and not _takes_text(hint):
+    takes_text = hint is str or origin is tuple or (origin is Literal and all(isinstance(a, str) for a in args))
+    if isinstance(value, CliText) and not takes_text:
         value = from_text(value)
     if origin is Literal:
         if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args):
@@ -216,20 +205,13 @@ def coerce(value: Any, hint: Any) -> Any:
     return _coerce_plain(value, hint)
 
 
-def _takes_text(hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    return hint is str or origin is tuple or (origin is Literal and all(isinstance(a, str) for a in args))
-
-
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
     if type(None) in args and (value is None or (isinstance(value, CliText) and value == "none")):
         return None
     if isinstance(value, CliText) and value.startswith("["):
         value = from_text(value)
     problems = []
-    for arg in args:
-        if arg is type(None):
-            continue
+    for arg in (arg for arg in args if arg is not type(None)):
         try:
             return coerce(value, arg)
         except ValueError as error:
@@ -243,17 +225,14 @@ def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         value = [CliText(word.strip().strip("'\"")) for word in words]
     if not isinstance(value, (list, tuple)):
         raise ValueError("must be a list")
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(coerce(item, args[0]) for item in value)
-    if len(value) != len(args):
+    hints = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+    if len(value) != len(hints):
         raise ValueError(f"must be a list of {len(args)}")
-    return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
+    return tuple(coerce(item, hint) for item, hint in zip(value, hints, strict=True))
 
-
-_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 LARGEST = 2**63 - 1
-"""TOML's integers have 64 bits. Python's have no end, and arithmetic on them neither."""
+"""TOML's integers have 64 bits; Python's have no end."""
 
 
 def _coerce_plain(value: Any, hint: Any) -> Any:
@@ -265,7 +244,8 @@ def _coerce_plain(value: Any, hint: Any) -> Any:
         if hint is float and not math.isfinite(value):
             raise ValueError("must be a finite number")
         return str(value) if hint is str else value
-    raise ValueError(f"must be {_PLAIN.get(hint, getattr(hint, '__name__', str(hint)))}")
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    raise ValueError(f"must be {names.get(hint, getattr(hint, '__name__', str(hint)))}")
 
 
 def from_text(text: str) -> Any:
@@ -293,8 +273,7 @@ def check_bounds(value: Any, spec: Spec) -> None:
 
 def as_table(config: Any) -> dict[str, Any]:
     """A config dataclass as a TOML table: keys in declared order, None left out."""
-    table = {declared.key: getattr(config, declared.field) for declared in options_of(type(config))}
-    return {key: list(one) if isinstance(one, tuple) else one for key, one in table.items() if one is not None}
+    return _listed({declared.key: getattr(config, declared.field) for declared in options_of(type(config))})
 
 
 def resolved_table(config: Any) -> dict[str, Any]:
@@ -305,18 +284,20 @@ def resolved_table(config: Any) -> dict[str, Any]:
 def default_table(config: type) -> dict[str, Any]:
     """What `resolved_table` gives of a config dataclass for the options that have a default."""
     defaults = {option.key: option.default for option in options_of(config) if option.default is not REQUIRED}
-    table = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    return _placed({key: value for key, value in table.items() if value is not None}, config)
+    return _placed(_listed(defaults), config)
+
+
+def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in values.items() if one is not None}
 
 
 def _placed(table: dict[str, Any], config: type) -> dict[str, Any]:
     """A table with its paths absolute."""
     for declared in options_of(config):
-        if declared.spec.path and declared.key in table:
-            value, words = table[declared.key], declared.spec.words
-            one = isinstance(value, str)
-            paths = [path if path in words else absolute(path) for path in ([value] if one else value)]
-            table[declared.key] = paths[0] if one else paths
+        if declared.spec.path and (value := table.get(declared.key)) is not None:
+            paths = [value] if isinstance(value, str) else value
+            paths = [path if path in declared.spec.words else absolute(path) for path in paths]
+            table[declared.key] = paths[0] if isinstance(value, str) else paths
     return table
 
 

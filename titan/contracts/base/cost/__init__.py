@@ -102,8 +102,7 @@ class PersistentState:
 class MatrixWork:
     """Matrix products of an update, each matrix on one of the ranks that share it.
 
-    square, cube: FLOPs of the update of a matrix m x n, m <= n, are square m^2 n + cube m^3; of a stack, of each of its
-        weights.
+    square, cube: the update of a matrix m x n, m <= n, or of each in a stack, has square m^2 n + cube m^3 FLOPs.
     over: axes to whose ranks matrices are dealt, by their FLOPs.
     """
 
@@ -116,8 +115,7 @@ class MatrixWork:
 class UpdateScratch:
     """Memory of an update besides weights, gradients and state, which is freed when the update is done.
 
-    bytes_per_param: bytes per parameter of those that are updated at once.
-    all_at_once: these are all parameters of the rank; otherwise, those of the largest tensor.
+    bytes_per_param: of those that are updated at once: the largest tensor's, or with `all_at_once` all of the rank.
     at_most: parameters that are updated at once at most; 0: no limit.
     kinds: with `all_at_once`, parameters of these kinds alone; empty: of all.
     """
@@ -130,9 +128,8 @@ class UpdateScratch:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The step of a job as `titan plan` predicts it.
+    """The step of a job as `titan plan` predicts it for a cluster.
 
-    cluster: name of the cluster that it is predicted for.
     time_s: seconds on the rank that ends last, which add up to the step, by purpose: "forward", "backward",
         "recompute", "optimizer", "bubble", and for communication that is not overlapped `Axis.family`.
     """
@@ -150,8 +147,8 @@ class GatherPolicy:
         "micro_batch": from forward until the end of backward (ZeRO 2).  "step": all through the step (ZeRO 1).
     reduce_every: "micro_batch": gradients are reduced after each micro batch, and only the shard is added up.
         "step": reduced once; until then the rank adds up unsharded gradients.
-    sums_replicas: reduced gradients are also summed over replicas; in the dtype of the reduction, those of all units
-        stay until the backward ends.
+    sums_replicas: reduced gradients stay until the backward ends, in the dtype of the reduction, and are summed over
+        replicas.
     """
 
     gather_every: Literal["use", "micro_batch", "step"]
@@ -177,13 +174,13 @@ class CollectiveCost:
         all-gather the output, of a reduce-scatter the input, of other kinds the tensor of a rank.
     region: of which `numel` counts the features.  itemsize: bytes per number; 0: `Costs.itemsize`.
     count: collectives of this kind at each place, such as 2 per layer; below 1: their mean, such as 1/16 per step.
-    of_layers: of a layer or its attention: share of the model's layers that run it, as of operations.
+    of_layers: of a layer or its attention: share of the model's layers that run it.
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
     overlaps: runs beside computation; only the rest adds to the step. In attention, N run beside N of N + 1 blocks.
     sharded_over: axes over which the tensor is sharded before this collective; the size is divided by their ranks.
     kinds: with `per_parameter` once per step: parameters of these kinds alone; empty: of all.
     skip_last_unit: not for the last shard unit of a stage, which is still gathered from forward.
-    per: "micro_batch": in each micro batch.  "step": once per step, however many micro batches there are.
+    per: how often it runs, in each micro batch or once per step.
     """
 
     axes: tuple[str, ...]
@@ -210,9 +207,8 @@ class Recompute:
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, collectives,
         and attention, but for one that writes scores or is `compiled`. "all_but_scores": all but the S x S scores of
-        attention; only its core is recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing
-        where no scores are written. "share": the input, and the share `share` of all else; the FLOPs of the rest are
-        repeated in proportion.
+        attention, where these are written (Megatron's selective recomputation, arXiv 2205.05198). "share": the input,
+        and the share `share` of all else; the FLOPs of the rest are repeated in proportion.
     also: tensors that recomputed layers save besides.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
@@ -225,10 +221,9 @@ class Recompute:
 
 
 class Action(NamedTuple):
-    """One action of a rank in a pipeline schedule.
+    """One action of a rank in a pipeline schedule, on a micro batch of the step, from 0, at a stage by global number.
 
     kind: F forward; B the whole backward; I backward of inputs; W backward of weights (zero bubble, arXiv 2401.10241).
-    stage: global number of the stage.  micro_batch: number within the step, from 0.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -241,11 +236,7 @@ Order = Sequence[Sequence[Action]]
 
 
 class Stage(NamedTuple):
-    """Consecutive layers on one rank of a pipeline.
-
-    rank: place in the pipeline, from 0.  layers: global numbers.
-    embeddings, head: whether the stage also has the embeddings, or the head.
-    """
+    """Consecutive layers, by global number, on one rank of a pipeline, maybe with the embeddings or the head."""
 
     rank: int
     layers: range
@@ -264,8 +255,8 @@ class Costs:
 
     seq_len: tokens per sequence, unsharded.  dim: features of a hidden state.
     micro_batch: sequences per forward on a rank.  micro_batches: forwards per step on a rank.
-    embeddings, layer, head: operations per micro batch of the embeddings, of the mean layer, and of the head with the
-        loss. The mean layer has each operation times its `of_layers`.
+    embeddings, layer, head: operations per micro batch of the embeddings, of the mean layer (each times its
+        `of_layers`), and of the head with the loss.
     styles: module glob -> tensor style (`ModelSpec.styles`).  tied: the head's weight is the embedding table.
     splits: region -> ranks that share its numbers, over all mesh axes.
     stacks_over: axes whose ranks each hold a part of the weights of every stack (`Matmul.stack`), and send each other
@@ -279,13 +270,11 @@ class Costs:
     accumulate_bytes: bytes read and written per parameter and micro batch, in the mean, to add the gradients of a micro
         batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
     copied_bytes: the same, to copy parameters and gradients where a group of one rank gathers and reduces them.
-    update_bytes: bytes read and written per parameter in the update; before any optimizer
-        those of norm and clipping, 4 to 12.
+    update_bytes: read and written per parameter in the update; before any optimizer by norm and clipping, 4 to 12.
     updated_over: axes whose ranks share the update.  matrix_work: matrix products of the update; None: it has none.
     after_update_bytes: bytes per parameter, shared over `updated_over`, that exist only after the update, when
         gradients and activations are gone, such as the buffers of an exchange of weights.
-    optimizer_on_host: the state that the optimizer adds is in the host's memory, and each update brings it to the
-        device and back.
+    optimizer_on_host: the optimizer's state is in the host's memory; each update brings it to the device and back.
     update_on_host: the host makes the update, in its memory.
     activations_on_host: saved tensors of layers with at least this share of the bytes of the layer's input are in the
         host's memory, but for those of two layers; 0: none are.
@@ -361,10 +350,7 @@ class Costs:
         return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
-        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs.
-
-        Of a stack, those of each weight.
-        """
+        """(inputs, outputs) of a rank's shard of a linear, or of each in a stack; styles say which are split."""
         style, ranks = self.style(op.module), self.cut("tp_sharded")
         rows, columns = style in ("row", "summand"), style in ("column", "head")
         return op.inputs / (ranks if rows else 1), op.outputs / (ranks if columns else 1)

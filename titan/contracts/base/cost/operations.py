@@ -1,15 +1,14 @@
 """The operations of a model, from which its parameters, FLOPs, saved tensors and memory traffic follow.
 
-Layers of a model may differ: the first may be dense and the others have experts, or windows may alternate. The
-operations of a layer are those of the mean layer. Each states in `of_layers` the share of the layers that have it.
+Layers of a model may differ, as where windows alternate. The operations of a layer are those of the mean layer. Each
+states in `of_layers` the share of the layers that have it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
-REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
-
+REGIONS: tuple[Region, ...] = get_args(Region)
 
 Kind = Literal["matrix", "stack", "table", "head", "vector"]
 """What a parameter is, as in `ParameterKind`, in which "matrix" has stacks of weights too."""
@@ -19,8 +18,7 @@ Kind = Literal["matrix", "stack", "table", "head", "vector"]
 class SavedTensor:
     """A tensor that forward saves for backward.
 
-    numel: numbers per token, before any split.
-    region: the region whose ranks share the tensor.
+    numel: numbers per token, before any split.  region: whose ranks share the tensor.
     itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
     kernels: saved only where the operation runs as one kernel, or only where as several, as RMSNorm does on a CPU.
     scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
@@ -40,7 +38,6 @@ class Matmul:
     """A linear layer, y = x W, or a stack of them, of which each token passes some.
 
     FLOPs per token: 2 * inputs * outputs * used forward, twice that backward.
-
     module: name or glob of the module; `ModelSpec.tensor` says by this name how tensor parallelism splits the weight.
     inputs, outputs: features, before any split.  bias: whether the module has a bias, of `outputs` numbers.
     stack: weights of this size, such as one per expert.  used: how many of them a token passes, such as the top k. Each
@@ -153,9 +150,8 @@ class Elementwise:
 class EmbeddingOp:
     """An embedding lookup: each token reads one row of a table.
 
-    module: name of the module.  rows, width: of the table, before any split.
+    module: name of the module.  rows, width: of the table, before any split.  saved: token ids are not counted.
     of_layers: share of the model's layers that have the operation; embeddings outside of layers have 1.
-    saved: tensors that the operation saves; token ids are not counted.
     """
 
     module: str
@@ -184,11 +180,7 @@ def parameter_count(op: Operation) -> int:
 def linear(
     module: str, inputs: int, outputs: int, *, saved: int = 0, region: Region = "seq_full", bias: bool = False
 ) -> Matmul:
-    """A linear layer that saves one tensor, `saved` numbers per token in `region`: its input.
-
-    module, inputs, outputs, bias: as in `Matmul`.  region: of the saved tensor.
-    saved: numbers per token; 0 where another operation has stated the tensor.
-    """
+    """A linear layer (`Matmul`) that saves its input, `saved` numbers per token in `region`; 0: another states it."""
     tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
     return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
 
@@ -196,7 +188,7 @@ def linear(
 def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
     """A norm of hidden states that saves its input and `statistics` float32 numbers per token.
 
-    module: as in `Matmul`.  dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
+    dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
     statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale), which is one kernel on a CPU too.
     """
     found = SavedTensor(numel=statistics, region="hidden", itemsize=4)
@@ -209,16 +201,13 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
 
 def saved_by_gate(numel: float) -> tuple[SavedTensor, ...]:
     """What act(w1 x) * w3 x saves, each of `numel` numbers per token: both inputs, and act(w1 x) if not compiled."""
-    return SavedTensor(numel=2 * numel, region="tp_sharded"), SavedTensor(
-        numel=numel, region="tp_sharded", unfused=True
-    )
+    inputs = SavedTensor(numel=2 * numel, region="tp_sharded")
+    return inputs, SavedTensor(numel=numel, region="tp_sharded", unfused=True)
 
 
 def saved_by_rms_norm(numel: float, scales: SavedTensor, region: Region = "hidden") -> tuple[SavedTensor, ...]:
-    """Its input of `numel` numbers per token and its scales.
-
-    As several kernels it saves two tensors in float32 instead of the input: the input, and the input times the scales.
-    """
+    """Its input of `numel` numbers per token and its scales; as several kernels, instead of the input, the input and
+    the input times the scales, in float32."""
     wide = SavedTensor(numel=numel, region=region, itemsize=4, kernels="several")
     return SavedTensor(numel=numel, region=region, kernels="one"), scales, wide, wide
 
