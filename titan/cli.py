@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import titan.commands
 from titan import __version__
 from titan.contracts.plugin.options import did_you_mean, options_of
-from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, ConfigIssue, TitanError, by_errno
+from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, TitanError, by_errno
 from titan.paths import expanded, told
 from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag
 
@@ -107,7 +107,7 @@ def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     flags = difflib.get_close_matches(word.partition("=")[0], list(_flags(parser)), n=1)
     near = (overridable and _keys(word)) or flags
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-    raise ConfigError([ConfigIssue("command line", f"{word}: {what}{hint}")])
+    raise ConfigError(f"{word}: {what}{hint}", "command line")
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:

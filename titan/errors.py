@@ -32,12 +32,15 @@ class ConfigIssue:
 
 
 class ConfigError(TitanError):
-    """A job that cannot run as written. Holds all issues found, so that all can be fixed at once."""
+    """A job that cannot run as written. Holds all issues found, so that all can be fixed at once.
+
+    faults: the issues, or what is wrong.  where: where that stands, as `ConfigIssue.where`.
+    """
 
     exit_code = EXIT_WRONG_INPUT
 
-    def __init__(self, faults: Iterable[ConfigIssue] | str) -> None:
-        self.faults = (ConfigIssue("", faults),) if isinstance(faults, str) else tuple(faults)
+    def __init__(self, faults: Iterable[ConfigIssue] | str, where: str = "") -> None:
+        self.faults = (ConfigIssue(where, faults),) if isinstance(faults, str) else tuple(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, ConfigIssue, TitanError
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, TitanError
 from titan.ranks.meeting import launch_env, signals
 from titan.terminal import report, stand_in_for_closed, take_traceback_flag
 from titan.usage import USAGE
@@ -68,7 +68,7 @@ def _start(words: list[str]) -> int:
     job = load_job(*split_arguments(words), place.world_size)
     if restarts and not job.checkpoint.goes_on:
         what = 'restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
-        raise ConfigError([ConfigIssue("environment", f"MAX_RESTARTS = {restarts}: {what}")])
+        raise ConfigError(f"MAX_RESTARTS = {restarts}: {what}", "environment")
     return start(
         _train, words, place, statement_of(job), restarts, job.folder / "logs", fork_with=("titan.train",),
         expendable=job.expendable, limit_s=job.comm.init_timeout_s,

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def check_host_memory(
     """
     for available, where in host_memory_gib(meminfo, limit):
         if each_gib * ranks > available:
-            raise ConfigError([ConfigIssue("", too_little(what, each_gib, ranks, available, where))])
+            raise ConfigError(too_little(what, each_gib, ranks, available, where))
 
 
 def host_memory_gib(

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan.errors import ConfigError, ConfigIssue, DataError, TitanError, by_errno
+from titan.errors import ConfigError, DataError, TitanError, by_errno
 
 _SET_UTF8 = "set PYTHONUTF8=1, or a UTF-8 locale in LC_ALL"
 
@@ -35,7 +35,7 @@ def expanded(path: str | Path, key: str) -> Path:
         os.fsencode(text)
     except UnicodeEncodeError:
         why = f"file names are {sys.getfilesystemencoding()} here; {_SET_UTF8}"
-        raise ConfigError([ConfigIssue("", f"{key} = {str(path)!a}: {why}")]) from None
+        raise ConfigError(f"{key} = {str(path)!a}: {why}") from None
     first = Path(text).parts[:1]
     if "\0" in text:
         what = "no file name has a zero byte"
@@ -46,7 +46,7 @@ def expanded(path: str | Path, key: str) -> Path:
         what = f"{why}; set HOME, or {key} to a path without ~"
     else:
         what = f"there is no user {first[0][1:]!r}; begin the name of a file with ./"
-    raise ConfigError([ConfigIssue("", f"{key} = {text!r}: {what}")])
+    raise ConfigError(f"{key} = {text!r}: {what}")
 
 
 def temporary_folder() -> Path:
@@ -54,8 +54,7 @@ def temporary_folder() -> Path:
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError as error:
-        what = f"{error.strerror}; set TMPDIR to a folder that can be written to"
-        raise ConfigError([ConfigIssue("environment", what)]) from None
+        raise ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written to", "environment") from None
 
 
 def check_writable(folder: Path, variable: str) -> None:
@@ -65,7 +64,7 @@ def check_writable(folder: Path, variable: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # access alone says nothing to root, or of quotas
     except OSError as error:
         what = f"{variable} cannot be written: {told(error, folder)}; set {variable} to another folder"
-        raise by_errno(error, ConfigError([ConfigIssue("environment", what)])) from None
+        raise by_errno(error, ConfigError(what, "environment")) from None
 
 
 def check_output(path: Path | None, flag: str) -> None:
@@ -80,7 +79,7 @@ def check_output(path: Path | None, flag: str) -> None:
     if not what and not os.path.isdir(above) and above != real:
         what = f"{above} is no folder"
     if what or not os.access(above, os.W_OK):
-        raise ConfigError([ConfigIssue("command line", f"{flag} {path}: {what or f'{above} may not be written'}")])
+        raise ConfigError(f"{flag} {path}: {what or f'{above} may not be written'}", "command line")
 
 
 def shorten_sockets() -> None:
@@ -99,7 +98,7 @@ def shorten_sockets() -> None:
             tempfile.tempdir = str(given)
         return
     what = f"TMPDIR = {given}: longer than the path of a socket may be; set TMPDIR to a shorter folder"
-    raise ConfigError([ConfigIssue("environment", what)])
+    raise ConfigError(what, "environment")
 
 
 def _fits(folder: Path) -> bool:
@@ -112,7 +111,7 @@ def check_python() -> None:
     if sys.executable and not os.access(sys.executable, os.X_OK):
         real = os.path.realpath(sys.executable)
         what = f"user {os.getuid()} may not execute {real}, of which processes are to be started"
-        raise ConfigError([ConfigIssue("environment", f"{what}; install Python where this user may")])
+        raise ConfigError(f"{what}; install Python where this user may", "environment")
 
 
 def undecoded(word: str) -> str:

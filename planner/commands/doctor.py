@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TitanError
 from titan.paths import check_output
 from titan.ranks import launcher
 from titan.ranks.meeting.launch_env import LaunchEnv
@@ -53,11 +53,11 @@ Exit codes: 0 all measured, with or without outliers; 1 a measurement failed; 2 
 def run(args: argparse.Namespace) -> int:
     """Measure this process, or start the NPROC ranks and measure them; returns the exit code."""
     if not args.seconds > 0:
-        raise ConfigError([ConfigIssue("command line", f"--seconds {args.seconds:g}: must be above 0")])
+        raise ConfigError(f"--seconds {args.seconds:g}: must be above 0", "command line")
     if args.disk is None:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
-        raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
+        raise ConfigError(f"--disk {args.disk}: no such folder", "command line")
     check_output(args.output, "--output")
     place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:

@@ -109,15 +109,13 @@ def _ranks(args: argparse.Namespace) -> int:
     if args.launch is not None:
         return int(args.world_size)
     if rank_environment(os.environ) is not None:
-        raise ConfigError(
-            [ConfigIssue("environment", "titan tune starts its ranks itself; run it without torchrun or srun")]
-        )
+        raise ConfigError("titan tune starts its ranks itself; run it without torchrun or srun", "environment")
     if args.world_size:
         return int(args.world_size)
     place = find_place(os.environ)
     if place.nodes > 1:
         what = f"the job spans {place.nodes} nodes; give --world-size, and --launch to start ranks on all of them"
-        raise ConfigError([ConfigIssue("environment", what)])
+        raise ConfigError(what, "environment")
     return place.ranks
 
 

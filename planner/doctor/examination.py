@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.doctor import cluster_file, collective_overhead, device, links
 from titan.planner.doctor.clock import Clock
 from titan.planner.doctor.report import Finding, Row, outliers, rows
@@ -81,7 +81,7 @@ def _layout(me: Rank) -> links.Layout:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", me.world_size))
     if me.world_size % per_node:
         what = f"{me.world_size} ranks with {per_node} ranks per node: start the same number of ranks on every node"
-        raise ConfigError([ConfigIssue("environment", what)])
+        raise ConfigError(what, "environment")
     names = _of_all(f"rank {me.number} ({socket.gethostname()} {me.device})")
     return links.Layout(me.world_size, per_node, names)
 

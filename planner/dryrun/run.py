@@ -20,7 +20,7 @@ from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
 from titan.contracts.host import locals_of
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.layers.attention import forget_masks
 from titan.machine import standing_in_for
 from titan.planner.dryrun.kernels import as_on_a_gpu
@@ -49,10 +49,9 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     """
     world_size = job.layout.world_size
     if not 0 <= rank < world_size:
-        raise ConfigError([ConfigIssue("", f"rank {rank}: must be from 0 to {world_size - 1}")])
+        raise ConfigError(f"rank {rank}: must be from 0 to {world_size - 1}")
     if dist.is_initialized():
-        what = "this process is in a process group; call dry_run from a process that has none"
-        raise ConfigError([ConfigIssue("", what)])
+        raise ConfigError("this process is in a process group; call dry_run from a process that has none")
     forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
     stands = standing_in_for("cuda") if fused else nullcontext()

@@ -240,7 +240,7 @@ class Cluster:
         """
         if dtype not in self.peak_tflops:
             what = f"[device.peak_tflops] has no {dtype} (it has {', '.join(self.peak_tflops)})"
-            raise ConfigError([ConfigIssue(self.place, f"{what}; change the job's dtype, or choose another cluster")])
+            raise ConfigError(f"{what}; change the job's dtype, or choose another cluster", self.place)
         return self.peak_tflops[dtype] * 1e12
 
 
@@ -274,7 +274,7 @@ def _read(name: str, asked: str) -> tuple[dict[str, Any], str]:
     """(table, file) of a cluster by its name or file. asked: where the name stands, for messages."""
     path = next((path for path in (expanded(name, asked), FOLDER / f"{name}.toml") if path.is_file()), None)
     if path is None:
-        raise ConfigError([ConfigIssue(asked, f"{name}: no such file or cluster{did_you_mean(name, names())}")])
+        raise ConfigError(f"{name}: no such file or cluster{did_you_mean(name, names())}", asked)
     return read_toml(path), str(path)
 
 
@@ -297,7 +297,7 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     if "base" in table:
         base, _ = _read(str(table["base"]), f"{place}: base")
         if "base" in base:
-            raise ConfigError([ConfigIssue(place, f"base = {table['base']!r}: has a base itself; name that one")])
+            raise ConfigError(f"base = {table['base']!r}: has a base itself; name that one", place)
         table = _over(base, {key: value for key, value in table.items() if key != "base"})
     known = ("name", "source", "device", "kernels", "links", "between_sites")
     for key in table:

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan.config import Job
 from titan.contracts.base.cost import Costs, Matmul
 from titan.contracts.base.layout import Layout
-from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.errors import ConfigError, by_errno
 from titan.planner.machine.cluster import Cluster
 from titan.planner.picture.holdings import Exchange, Holding, Part, exchanges, holdings
 from titan.planner.step.layout import costs_of
@@ -47,14 +47,14 @@ def draw_layout(job: Job, cluster: Cluster, path: Path) -> None:
         ConfigError: another suffix, the file cannot be written, or the model's spec states no operations.
     """
     if path.suffix != ".svg":
-        raise ConfigError([ConfigIssue("--draw", f"{path}: the suffix must be .svg")])
+        raise ConfigError(f"{path}: the suffix must be .svg", "--draw")
     text = layout_picture(job, cluster)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"{path}: cannot be written: {error.strerror}"
-        raise by_errno(error, ConfigError([ConfigIssue("--draw", what)])) from None
+        raise by_errno(error, ConfigError(what, "--draw")) from None
 
 
 def layout_picture(job: Job, cluster: Cluster) -> str:

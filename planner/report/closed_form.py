@@ -109,8 +109,7 @@ def _ranks(job: Job, devices: int) -> tuple[int, int]:
     if devices % (shards * workers):
         near = nearest(devices, step=shards * workers)
         of = f"{shards} model-parallel ranks" + (f" x {workers} workers" if workers > 1 else "")
-        what = f"--devices {devices}: must be a multiple of the {of}; nearest: {near}"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(f"--devices {devices}: must be a multiple of the {of}; nearest: {near}", "command line")
     return shards, devices // (shards * workers)
 
 

@@ -14,7 +14,7 @@ import tomli_w
 from titan.config import load_job
 from titan.config.load import BUILT_IN
 from titan.config.tables import Table, override, read
-from titan.errors import ConfigError, ConfigIssue, MissingPackageError, TitanError, by_errno
+from titan.errors import ConfigError, MissingPackageError, TitanError, by_errno
 from titan.packages import install
 
 ELSEWHERE = "or write a resolved TOML with --output FILE"
@@ -58,16 +58,16 @@ def text_to_replace(path: Path) -> str:
     try:
         text, mode = real.read_bytes().decode(), stat.S_IMODE(real.stat().st_mode)
     except OSError as error:
-        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
+        raise by_errno(error, ConfigError(f"cannot be read: {error.strerror}", str(path))) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
+        raise ConfigError(f"is not TOML: {error}", str(path)) from None
     if not mode & 0o222 or not os.access(real, os.W_OK):  # root may write any file, so access alone says nothing
         what = f"is not writable (mode {mode:04o}); make it writable with chmod u+w {real}, {ELSEWHERE}"
-        raise ConfigError([ConfigIssue(str(path), what)])
+        raise ConfigError(what, str(path))
     for folder in dict.fromkeys((path.parent, real.parent)):
         if not os.access(folder, os.W_OK | os.X_OK):
             what = f"cannot be replaced: its folder {folder} is not writable; change its mode, {ELSEWHERE}"
-            raise ConfigError([ConfigIssue(str(path), what)])
+            raise ConfigError(what, str(path))
     return text
 
 
@@ -147,8 +147,7 @@ def _edited(path: Path, text: str, changes: Mapping[str, Any], wanted: Mapping[s
         if _trained(table) != _trained(wanted):
             raise ValueError("it would not be the job that was searched; set options other than the layout in it first")
     except (ValueError, ConfigError) as error:
-        what = f"cannot take the layout: {error}; edit the file, {ELSEWHERE}"
-        raise ConfigError([ConfigIssue(str(path), what)]) from None
+        raise ConfigError(f"cannot take the layout: {error}; edit the file, {ELSEWHERE}", str(path)) from None
     return edited
 
 
@@ -168,8 +167,7 @@ def _check_unchanged(path: Path, before: str) -> None:
     with suppress(OSError):
         if path.read_bytes() == before.encode():
             return
-    what = f"changed during the search, so nothing was written; search again, {ELSEWHERE}"
-    raise ConfigError([ConfigIssue(str(path), what)])
+    raise ConfigError(f"changed during the search, so nothing was written; search again, {ELSEWHERE}", str(path))
 
 
 @contextmanager
@@ -191,7 +189,7 @@ def candidate(path: Path, text: str) -> Iterator[Path]:
 
 
 def _unwritable(path: Path, error: OSError) -> TitanError:
-    return by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be written: {error.strerror}")]))
+    return by_errno(error, ConfigError(f"cannot be written: {error.strerror}", str(path)))
 
 
 # --- which keys ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.errors import ConfigError, by_errno
 from titan.packages import install
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.render import NAMES, seconds
@@ -61,15 +61,13 @@ def draw_study(study: Study, path: Path) -> None:
 
 def _write(draw: Callable[[], "Figure"], path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise ConfigError([ConfigIssue("--plot", f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")])
+        raise ConfigError(f"{path}: the suffix must be one of {', '.join(SUFFIXES)}", "--plot")
     figure = draw()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise by_errno(
-            error, ConfigError([ConfigIssue("--plot", f"{path}: cannot be written: {error.strerror}")])
-        ) from None
+        raise by_errno(error, ConfigError(f"{path}: cannot be written: {error.strerror}", "--plot")) from None
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -77,8 +75,7 @@ def _figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        what = f"drawing needs the matplotlib package: {install('plot')}"
-        raise ConfigError([ConfigIssue("--plot", what)]) from None
+        raise ConfigError(f"drawing needs the matplotlib package: {install('plot')}", "--plot") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts.plugin.options import did_you_mean
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 
 def steps_ratios(words: Sequence[str], file: Path | None, names: Sequence[str]) -> dict[str, float]:
@@ -31,7 +31,7 @@ def steps_ratios(words: Sequence[str], file: Path | None, names: Sequence[str]) 
     found = {name: measured[name] for name in names if name in measured}
     if file is not None and not found and not words:
         what = f"{file} has no run named {' or '.join(names)}; say --steps-ratio NAME=RUN with one of its runs: "
-        raise ConfigError([ConfigIssue("--steps-ratios", what + ", ".join(measured))])
+        raise ConfigError(what + ", ".join(measured), "--steps-ratios")
     return found | dict(_pair(word, measured) for word in words)
 
 
@@ -45,10 +45,10 @@ def read(file: Path) -> dict[str, float]:
         runs: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))["runs"]
         return {name: _ratio(run["loss"], runs[run["baseline"]]["loss"]) for name, run in runs.items()}
     except OSError as error:
-        raise ConfigError([ConfigIssue("--steps-ratios", f"{file}: {error.strerror}")]) from error
+        raise ConfigError(f"{file}: {error.strerror}", "--steps-ratios") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{file}: expected JSON with runs, each with a baseline among them and the loss of each step"
-        raise ConfigError([ConfigIssue("--steps-ratios", f"{what} ({type(error).__name__}: {error})")]) from error
+        raise ConfigError(f"{what} ({type(error).__name__}: {error})", "--steps-ratios") from error
 
 
 def _ratio(losses: Sequence[float], baseline: Sequence[float]) -> float:
@@ -85,5 +85,5 @@ def _pair(word: str, measured: Mapping[str, float]) -> tuple[str, float]:
         what = f"--steps-ratio {word}: must be NAME=R with a number above 0, such as diloco=1.08"
         if measured:
             what += f", or a run of --steps-ratios{did_you_mean(value, measured)}"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(what, "command line")
     return name, ratio

@@ -16,7 +16,7 @@ from titan.contracts import Technique
 from titan.contracts.base.layout import AxisFact, Layout
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import did_you_mean
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report import STUDIES
 from titan.planner.report.study import MEASURES, Point, Study
@@ -67,7 +67,7 @@ class Base(NamedTuple):
         layout = self.job.layout
         axes = [axis for axis in layout.dimensions if fact in (axis.data, axis.weights)]
         if not axes:
-            raise ConfigError([ConfigIssue("--study", f'no plugin owns an axis that is "{fact}"')])
+            raise ConfigError(f'no plugin owns an axis that is "{fact}"', "--study")
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
 
 
@@ -170,7 +170,7 @@ def _bubble(base: Base) -> Varied:
     job, stages = base.job, base.job.layout.degree_of("layers")
     if stages == 1:
         axis = base.axis("layers")
-        raise ConfigError([ConfigIssue("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
+        raise ConfigError(f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4", "--study")
     counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
     variants = []
     for series, keys in _orders(base):
@@ -253,13 +253,13 @@ def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Clust
         ConfigError: no such study, the job is invalid, or the study has fewer than two points to compare.
     """
     if name not in KINDS:
-        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, STUDIES)}")])
+        raise ConfigError(f"{name}: no such study{did_you_mean(name, STUDIES)}", "--study")
     kind, planner = KINDS[name], Planner(cluster)
     base, words = _base(kind, config, overrides, world_size)
     x_label, variants = kind.varied(base)
     if len(variants) < 2:
         what = f"{name}: nothing to vary with {base.job.layout}; give it more ranks (--world-size N) or a larger batch"
-        raise ConfigError([ConfigIssue("--study", what)])
+        raise ConfigError(what, "--study")
     points = tuple(_point(variant, config, words, planner) for variant in variants)
     if "efficiency" in kind.shown:
         points = _with_efficiency(points)
@@ -287,7 +287,7 @@ def _left(layout: Layout, axis: str, world_size: int) -> int:
     if world_size < 1 or world_size % others:
         near = max(others, round(world_size / others) * others)
         what = f"--world-size {world_size}: must be a multiple of the layout's other {others} ranks; nearest: {near}"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(what, "command line")
     return world_size // others
 
 

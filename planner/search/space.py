@@ -23,7 +23,7 @@ from titan.contracts.base.layout import Axis, Layout, unfoldable
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.conformance import made, sentences
 from titan.contracts.plugin.options import coerce, did_you_mean, options_of
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 Options = tuple[tuple[str, Any], ...]
 Chosen = tuple[tuple[str, Options | None], ...]
@@ -334,10 +334,8 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
 def _degree(axis: str, value: Any, layout: Layout) -> int:
     where = f"--mesh.{axis} {value}"
     if axis not in layout.degrees:
-        raise ConfigError(
-            [ConfigIssue("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")]
-        )
+        raise ConfigError(f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}", "command line")
     try:
         return int(coerce(value, int))
     except ValueError as error:
-        raise ConfigError([ConfigIssue("command line", f"{where}: {error}")]) from None
+        raise ConfigError(f"{where}: {error}", "command line") from None

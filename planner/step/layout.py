@@ -10,7 +10,7 @@ from titan.contracts import Loss, Optimizer, Phase, Technique
 from titan.contracts.base.cost import Attention, Costs, PersistentState, Stage
 from titan.contracts.base.layout import Layout
 from titan.contracts.plugin.conformance import answer
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.machine.network import Group
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -58,9 +58,7 @@ def _cuts(technique: Technique) -> bool:
 def _of_model(job: Job) -> Costs:
     spec, precision = job.spec, job.precision
     if not spec.layer_ops:
-        raise ConfigError(
-            [ConfigIssue("", f"model {job.model.name}: its spec has no operations; state them in ModelSpec.layer_ops")]
-        )
+        raise ConfigError(f"model {job.model.name}: its spec has no operations; state them in ModelSpec.layer_ops")
     layer = spec.layer_ops
     if job.data.packing == "document_mask":
         layer = tuple(replace(op, documents=True) if isinstance(op, Attention) else op for op in layer)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.packages import install
 from titan.planner.search.space import Choice, Space
 from titan.planner.tuning.results import Measured, Objective, Trial
@@ -90,7 +90,7 @@ class Proposer:
             for name, chosen in parameters.items():
                 if name not in self._kinds or chosen not in self._kinds[name].choices:
                     what = f"a trial has {name} = {chosen}, not in this search space; give another --results file"
-                    raise ConfigError([ConfigIssue("", what)])
+                    raise ConfigError(what)
             kinds = {name: self._kinds[name] for name in parameters}
             study.add_trial(optuna.trial.create_trial(params=dict(parameters), distributions=kinds, value=value))
         trial = study.ask()

@@ -131,7 +131,7 @@ class Results:
                     self.trials.append(Trial.from_json(row))
             except (ValueError, KeyError, TypeError):
                 what = f"line {number} is not a trial; delete the line, or give another --results file"
-                raise ConfigError([ConfigIssue(str(self.path), what)]) from None
+                raise ConfigError(what, str(self.path)) from None
 
     def _same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = [
@@ -140,4 +140,4 @@ class Results:
         if changed:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"holds results of another search: {'; '.join(changed[:3])}{more}; give another --results file"
-            raise ConfigError([ConfigIssue(str(self.path), what)])
+            raise ConfigError(what, str(self.path))

@@ -19,7 +19,7 @@ from typing import Any
 
 from titan.contracts import Tracker
 from titan.contracts.plugin import registry
-from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, ConfigIssue
+from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError
 from titan.planner.search.space import Choice
 from titan.planner.tuning.results import Failed, Measured
 
@@ -173,6 +173,6 @@ def power_meter(ranks: int) -> Power:
     except Exception as error:
         reason = str(error).splitlines()[0]
         what = f"tokens-per-joule: cannot read the power of the GPUs ({reason}); choose another objective"
-        raise ConfigError([ConfigIssue("--objective", what)]) from None
+        raise ConfigError(what, "--objective") from None
     milli = 1 if torch.version.hip else 1000  # torch says mW, but hands on the W of AMD's library
     return lambda: sum(torch.cuda.power_draw(device) for device in devices) / milli

@@ -38,7 +38,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
     theirs, ours = model.from_hf(config), model.from_hf(own)
     if theirs is None or ours is None:
         told = f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {config.get('model_type')!r}"
-        raise ConfigError([ConfigIssue("", told)])
+        raise ConfigError(told)
     faults = [
         ConfigIssue("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
         for key in {**ours, **theirs}

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.config and args.file:
         what = f"expected --table.key value; --config {args.config} names the file"
-        raise ConfigError(f"command line: {args.file}: {what}")
+        raise ConfigError(f"{args.file}: {what}", "command line")
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
     has_gpu = job.run.device != "cpu" and torch.cuda.is_available()

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan.checkpoint.weights import check_tokenizer, find_weights
 from titan.config import load_job
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.inference.load_model import open_job
 
 HELP = "convert weights between a titan checkpoint and a Hugging Face folder"
@@ -47,7 +47,7 @@ time."""
 def run(args: argparse.Namespace) -> int:
     """Convert the weights and print what was written; the exit code."""
     if not args.shard_size > 0:
-        raise ConfigError([ConfigIssue("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
+        raise ConfigError(f"--shard-size {args.shard_size:g}: must be above 0", "command line")
     report = _convert(args)
     if args.json:
         print(json.dumps(report))

@@ -87,11 +87,11 @@ def _prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.size < 257:
-        raise ConfigError(f"command line: --size {args.size}: must be at least 257: the 256 bytes and one merge")
+        raise ConfigError(f"--size {args.size}: must be at least 257: the 256 bytes and one merge", "command line")
     if args.config is not None:
         sources = [source.plugin for source in load_job(args.config, args.overrides).sources]
     elif args.overrides:
-        raise ConfigError(f"command line: {args.overrides[0]}: overrides need --config")
+        raise ConfigError(f"{args.overrides[0]}: overrides need --config", "command line")
     else:
         sources = [_dataset(args.data, args.path)]
     ranks = train_ranks(_texts(sources), args.size)
@@ -116,7 +116,7 @@ def _dataset(name: str | None, path: list[str] | None) -> Dataset:
     registry.load_plugins()
     plugin = registry.chosen(Dataset.kind, name)
     if plugin is None or registry.trouble(Dataset.kind, plugin.name):
-        raise ConfigError(f"command line: --data {name}: {registry.trouble(Dataset.kind, str(name))}")
+        raise ConfigError(f"--data {name}: {registry.trouble(Dataset.kind, str(name))}", "command line")
     config, issues = parse(plugin.Config, {} if path is None else {"path": path}, Where("data", "command line"))
     if issues:
         raise ConfigError(issues)
@@ -124,7 +124,7 @@ def _dataset(name: str | None, path: list[str] | None) -> Dataset:
     assert isinstance(dataset, Dataset)
     if dataset.shards() is not None:
         what = "this dataset holds tokens; a tokenizer is trained on text"
-        raise ConfigError(f"command line: --data {plugin.name}: {what}")
+        raise ConfigError(f"--data {plugin.name}: {what}", "command line")
     return dataset
 
 

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("seq_len", "stride", "batch_size", "limit"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise ConfigError(f"command line: --{option.replace('_', '-')} {value}: must be at least 1")
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1", "command line")
     place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     place = launcher.place_asked_for()
     world_size = launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
-        raise ConfigError(f"command line: {STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")
+        raise ConfigError(f"{STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE", "command line")
     path, job = open_job(args.checkpoint, args.overrides, world_size)
     around = delimiters(path, job, args.bos)
     prompts = [(prompt, generation.encode(job, prompt, around)) for prompt in _prompts(args)]

@@ -28,7 +28,7 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         try:
             spec, _ = job.spec, job.precision  # both are asked now, so that hooks that return nothing are refused here
         except PluginError as error:
-            raise ConfigError([ConfigIssue(where().source, str(error))]) from None
+            raise ConfigError(str(error), where().source) from None
         if job.data.seq_len > spec.max_seq_len:
             what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))

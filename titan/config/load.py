@@ -45,7 +45,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
         PluginError: a plugin cannot be loaded.
     """
     if world_size is not None and world_size < 1:
-        raise ConfigError([ConfigIssue("command line", f"--world-size {world_size}: must be at least 1")])
+        raise ConfigError(f"--world-size {world_size}: must be at least 1", "command line")
     path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
     registry.load_plugins(tables.plugin_folders(table))

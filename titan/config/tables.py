@@ -130,7 +130,7 @@ def override(table: Table, words: Sequence[str]) -> None:
         for end in range(1, len(key)):
             if not isinstance(table.at(*key[:end]), dict):
                 what = f"--{'.'.join(key)}: {key[end - 1]} is a value, not a table"
-                raise ConfigError([ConfigIssue(COMMAND_LINE, what)])
+                raise ConfigError(what, COMMAND_LINE)
         nested: Any = value
         for part in reversed(key):
             nested = {part: nested}
@@ -142,18 +142,18 @@ def _locate(path: Path, built_in: Path) -> Path:
         if candidate.is_file():
             return candidate
     if link := dangling(path):
-        raise ConfigError([ConfigIssue("", link)])
+        raise ConfigError(link)
     if path.name and path.exists():
-        raise ConfigError([ConfigIssue(str(path), "is no regular file; a config is read more than once")])
+        raise ConfigError("is no regular file; a config is read more than once", str(path))
     there = [file.stem for file in built_in.glob("*.toml")]
-    raise ConfigError([ConfigIssue(str(path), f"no such config file{did_you_mean(path.stem, there)}")])
+    raise ConfigError(f"no such config file{did_you_mean(path.stem, there)}", str(path))
 
 
 def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError([ConfigIssue(str(path), "circular base files: " + " -> ".join(p.name for p in seen))])
+            raise ConfigError("circular base files: " + " -> ".join(p.name for p in seen), str(path))
         seen.append(path.resolve())
         values = read_toml(path)
         base, plugins = values.pop("base", None), values.get("plugins")
@@ -163,7 +163,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if base is None:
             return
         if not isinstance(base, str):
-            raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the path of a TOML file")])
+            raise ConfigError(f"base = {base!r}: must be the path of a TOML file", str(path))
         beside = path.parent / base
         path = beside if beside.is_file() else _locate(expanded(base, "base"), built_in)
 
@@ -173,11 +173,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
-        raise ConfigError([ConfigIssue(str(path), f"is not UTF-8, as a TOML is: {error}; save it as UTF-8")]) from None
+        raise ConfigError(f"is not UTF-8, as a TOML is: {error}; save it as UTF-8", str(path)) from None
     except (ValueError, RecursionError) as error:  # no TOML, thousands of digits, or of brackets
-        raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
+        raise ConfigError(f"is not TOML: {error}", str(path)) from None
     except OSError as error:
-        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
+        raise by_errno(error, ConfigError(f"cannot be read: {error.strerror}", str(path))) from None
 
 
 def plugin_folders(table: Table) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def plugin_folders(table: Table) -> tuple[str, ...]:
     try:
         folders: tuple[str, ...] = coerce(plugins.get("path", ()) if isinstance(plugins, dict) else (), tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
+        raise ConfigError(f"[plugins] path: {error} of folders or .py files") from None
     return tuple(absolute(folder) for folder in folders)
 
 

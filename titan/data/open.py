@@ -8,7 +8,7 @@ from titan.contracts import Dataset
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity, identify
 from titan.data.tokens.prepare import prepare, prepare_node
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 
@@ -60,7 +60,7 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     needed = job.tokenizer.min_vocab_size
     if needed > job.spec.vocab_size:
         sizes = f"= {job.spec.vocab_size}, but the tokenizer has {needed} ids"
-        raise ConfigError([ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {needed}")])
+        raise ConfigError(f"[model] vocab_size {sizes}; set vocab_size to at least {needed}")
     sources = [(source.plugin, source.weight) for source in job.sources]
     return _samples(sources, job, rank, seed=job.run.seed, shuffle=job.data.shuffle)
 

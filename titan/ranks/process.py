@@ -24,7 +24,7 @@ from titan.errors import ConfigError, RankFailedError
 from titan.machine import let_segments_expand, raise_descriptor_limit, total_gib
 from titan.ranks import failure, watchdog
 from titan.ranks.meeting import signals
-from titan.ranks.meeting.launch_env import STARTED, environment_error, launched_world_size
+from titan.ranks.meeting.launch_env import STARTED, launched_world_size
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks, statement_of
 from titan.ranks.meeting.store import open_store
 from titan.terminal import say
@@ -122,8 +122,8 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if rank.world_size > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]):
-        raise environment_error(
-            f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both"
+        raise ConfigError(
+            f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both", "environment"
         )
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         began = time.monotonic()

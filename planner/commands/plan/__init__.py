@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from titan.config import said_of
-from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
+from titan.errors import EXIT_DONE, ConfigError
 from titan.paths import check_output
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.report import STUDIES
@@ -108,23 +108,22 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that no mode takes."""
     if args.in_place and not args.search:
-        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+        raise ConfigError("--in-place: no layout is searched; add --search", "command line")
     if args.rank is not None and not args.dry_run:
-        raise ConfigError([ConfigIssue("command line", "--rank: no rank is built; add --dry-run")])
+        raise ConfigError("--rank: no rank is built; add --dry-run", "command line")
     if args.draw is not None and (other := next((name for name in MODES if getattr(args, name)), "")):
         what = f"--draw with --{other.replace('_', '-')}: --draw goes with one predicted job; leave one of them out"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(what, "command line")
     compares = {"against": args.against, "steps-ratio": args.steps_ratio, "steps-ratios": args.steps_ratios}
     for name, values in compares.items():
         if values and args.study != "fabric":
             what = f"--{name}: no jobs are compared; add --study fabric"
-            raise ConfigError([ConfigIssue("command line", what)])
+            raise ConfigError(what, "command line")
     if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
-        what = "--in-place and --output name the same file; leave one of them out"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError("--in-place and --output name the same file; leave one of them out", "command line")
     if args.output is not None and not args.search:
-        raise ConfigError([ConfigIssue("command line", "--output: no layout is searched; add --search")])
+        raise ConfigError("--output: no layout is searched; add --search", "command line")
     check_output(args.output, "--output")
     for name, value in (("world-size", args.world_size), ("top", args.top)):
         if value is not None and value < 1:
-            raise ConfigError([ConfigIssue("command line", f"--{name} {value}: must be at least 1")])
+            raise ConfigError(f"--{name} {value}: must be at least 1", "command line")

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.commands.plan.job import load_settled
 from titan.planner.dryrun import dry_run, report
 from titan.planner.machine import cluster
@@ -16,8 +16,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     job, chosen = load_settled(args, memory)
     rank = args.rank or 0
     if not 0 <= rank < job.layout.world_size:
-        what = f"--rank {rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(f"--rank {rank}: the layout has ranks 0 to {job.layout.world_size - 1}", "command line")
     done = dry_run(job, rank)
     short = short_of(memory, [done.host_bytes], job.layout.world_size)
     lines = [report(done), *([f"does NOT fit: {short}"] if short else []), *chosen]

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from titan.config.groups import listed
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.commands.plan.job import load_settled
 from titan.planner.machine import cluster
 from titan.planner.report import render
@@ -37,7 +37,7 @@ def _budget(prediction: Prediction, tokens: float | None) -> dict[str, float] | 
     if tokens is None:
         return None
     if not tokens > 0:
-        raise ConfigError([ConfigIssue("command line", f"--tokens {tokens:g}: must be above 0")])
+        raise ConfigError(f"--tokens {tokens:g}: must be above 0", "command line")
     steps = tokens / prediction.tokens
     hours = steps * prediction.step_time_s / 3600
     return {

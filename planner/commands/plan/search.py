@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from titan.config import load_job
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.report import render
 from titan.planner.report.export_toml import text_to_replace, write_layout, write_toml
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     space, planner = base.space(ranks, where.ranks_per_node), Planner(where)
     result = _search(args, base, space, planner)
     if not result.best:
-        raise ConfigError([ConfigIssue("", render.nothing_found(result, where, space))])
+        raise ConfigError(render.nothing_found(result, where, space))
     parts = [render.search_text(result, where, ranks)]
     if space.left_out:
         parts.append(render.left_out_text(space.left_out))
@@ -69,8 +69,7 @@ def _text_to_replace(config: Path | None) -> str:
     """The text of the job's own TOML, which must be a file that can be replaced; a search can take long."""
     if config is None or not config.is_file():
         given = "needs --config FILE" if config is None else f"--config {config} is not a file"
-        what = f"--in-place: {given}; give the path of the TOML to write"
-        raise ConfigError([ConfigIssue("command line", what)])
+        raise ConfigError(f"--in-place: {given}; give the path of the TOML to write", "command line")
     return text_to_replace(config)
 
 

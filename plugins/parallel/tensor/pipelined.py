@@ -25,7 +25,7 @@ import torch.distributed as dist
 from titan.contracts import BuildContext, Costs, Job, kind_of
 from titan.contracts.base.cost import CollectiveCost, Matmul
 from titan.contracts.plugin.registry import lacking
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 HIDDEN = 0.5
 """Share of the time of a replaced collective that a plan takes for hidden: an assumption, on the side of caution.
@@ -70,7 +70,7 @@ def enable(group: dist.ProcessGroup, context: BuildContext) -> None:
     """
     if kind_of(context.device) != "cuda":
         why = f"async_tp = true needs GPUs, and this rank is on a {context.device.type}; set async_tp = false"
-        raise ConfigError([ConfigIssue("[plugins.tensor]", why)])
+        raise ConfigError(why, "[plugins.tensor]")
     import torch._inductor.config as inductor  # here: its import takes seconds, which jobs without it save
 
     inductor._micro_pipeline_tp = True  # type: ignore[attr-defined]

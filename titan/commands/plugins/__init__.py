@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.name == NEW:
         return _write_new(args)
     if args.new_name or args.kind or args.package:
-        raise ConfigError(f"command line: NAME, --kind and --package follow {NEW}: {NEW_USAGE}")
+        raise ConfigError(f"NAME, --kind and --package follow {NEW}: {NEW_USAGE}", "command line")
     registry.load_plugins(args.path)
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _write_new(args: argparse.Namespace) -> int:
     if not args.new_name or not args.kind:
         lacks = "--kind" if args.new_name else "NAME"
-        raise ConfigError(f"command line: {lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}")
+        raise ConfigError(f"{lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}", "command line")
     written, extended = write(args.kind, args.new_name, args.package, args.path)
     files = [str(path) for path in written]
     if args.json:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from titan.contracts import Tokenizer
 from titan.contracts.plugin.options import Option, options_of
-from titan.errors import ConfigError, ConfigIssue, DataError, MissingPackageError, PluginError
+from titan.errors import ConfigError, DataError, MissingPackageError, PluginError
 from titan.paths import expanded
 
 MOST_BYTES = 50 << 20  # of larger files a checkpoint keeps the fingerprint alone
@@ -102,7 +102,7 @@ def another(tokenizer: Tokenizer, trained: str, place: str) -> ConfigError:
     """What to raise for a tokenizer that is not the one of some weights."""
     what = f"{shown(tokenizer.name, tokenizer.fingerprint)} is not the tokenizer of the weights in {place}"
     then = "use that one, or set checkpoint.change_tokenizer = true to use the weights with this one"
-    return ConfigError([ConfigIssue("", f"[tokenizer] {what}, {trained}; {then}")])
+    return ConfigError(f"[tokenizer] {what}, {trained}; {then}")
 
 
 def from_copies(table: Mapping[str, Any], identity: Identity, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError
 
 Environment = Mapping[str, str]
 
@@ -74,9 +74,9 @@ def find_place(env: Environment) -> LaunchEnv:
         return LaunchEnv(1, 0, ranks, LOCAL, 0)
     node = _number(env, NODE, -1, at_least=0)
     if node < 0:
-        raise environment_error(f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}")
+        raise ConfigError(f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}", "environment")
     if node >= nodes:
-        raise environment_error(f"NODE_RANK = {node}: must be below NNODES = {nodes}")
+        raise ConfigError(f"NODE_RANK = {node}: must be below NNODES = {nodes}", "environment")
     return LaunchEnv(nodes, node, ranks, *_meeting_point(env))
 
 
@@ -90,7 +90,7 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     """
     if "RANK" in env and "WORLD_SIZE" in env and not _rank_is_of_node(env):
         if _number(env, ("RANK",), 0, at_least=0) >= (size := _number(env, ("WORLD_SIZE",), 1, at_least=1)):
-            raise environment_error(f"RANK = {env['RANK']}: must be below WORLD_SIZE = {size}")
+            raise ConfigError(f"RANK = {env['RANK']}: must be below WORLD_SIZE = {size}", "environment")
         _refuse_doubt(env)
         _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
         host = env.get("MASTER_ADDR", "")
@@ -135,18 +135,13 @@ def max_restarts(env: Environment) -> int:
     return _number(env, ("MAX_RESTARTS",), 0, at_least=0)
 
 
-def environment_error(sentence: str) -> ConfigError:
-    """The error of a variable that is missing or wrong, or whose value leads nowhere."""
-    return ConfigError([ConfigIssue("environment", sentence)])
-
-
 def _number(env: Environment, names: Sequence[str], default: int, *, at_least: int) -> int:
     """The first of these variables that is set, or the default."""
     name = next(filter(env.get, names), None)
     if name is None:
         return default
     if not env[name].isdecimal() or int(env[name]) < at_least:
-        raise environment_error(f"{name} = {env[name]!r}: must be an integer of at least {at_least}")
+        raise ConfigError(f"{name} = {env[name]!r}: must be an integer of at least {at_least}", "environment")
     return int(env[name])
 
 
@@ -171,9 +166,10 @@ def _refuse_doubt(env: Environment) -> None:
     per node, and its other GPUs idle."""
     if "LOCAL_RANK" in env or (seen := gpus()) <= 1:
         return
-    raise environment_error(
+    raise ConfigError(
         f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} without LOCAL_RANK, and this process sees {seen} "
-        "GPUs; where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK"
+        "GPUs; where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK",
+        "environment",
     )
 
 
@@ -198,12 +194,12 @@ def _refuse_to_be_alone(env: Environment) -> None:
     else:
         return
     how = f"start it with srun (example: configs/launch/slurm-nvidia.sh), or {choice}"
-    raise environment_error(f"{held}, but srun did not start this process; {how}")
+    raise ConfigError(f"{held}, but srun did not start this process; {how}", "environment")
 
 
 def _refuse_restarts(env: Environment, why: str) -> None:
     if restarts := max_restarts(env):
-        raise environment_error(f"MAX_RESTARTS = {restarts}: {why}")
+        raise ConfigError(f"MAX_RESTARTS = {restarts}: {why}", "environment")
 
 
 def _meeting_point(env: Environment) -> tuple[str, int]:
@@ -211,7 +207,7 @@ def _meeting_point(env: Environment) -> tuple[str, int]:
     default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else 29500
     port = _number(env, MEETING_PORT, default, at_least=1)
     if port >= 1 << 16:
-        raise environment_error(f"MASTER_PORT = {port}: must be at most 65535")
+        raise ConfigError(f"MASTER_PORT = {port}: must be at most 65535", "environment")
     return plain_host(next((env[name] for name in HOST if env.get(name)), "")) or _first_slurm_host(env), port
 
 
@@ -223,14 +219,15 @@ def plain_host(host: str) -> str:
 def _first_slurm_host(env: Environment) -> str:
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not listed:
-        raise environment_error("MASTER_ADDR is not set; set it to the host of node 0")
+        raise ConfigError("MASTER_ADDR is not set; set it to the host of node 0", "environment")
     if shutil.which("scontrol", path=env.get("PATH", "")) is None:
-        raise environment_error(
-            "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0"
+        raise ConfigError(
+            "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0",
+            "environment",
         )
     hosts = _hosts(env, listed)
     if not hosts:
-        raise environment_error(f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")
+        raise ConfigError(f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR", "environment")
     return hosts[0]
 
 

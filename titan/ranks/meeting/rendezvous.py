@@ -34,7 +34,7 @@ from multiprocessing.connection import Connection, wait
 from titan.errors import ConfigError, PreemptedError, TitanError
 from titan.ranks.meeting import signals, slurm
 from titan.ranks.meeting.caller import LONGEST, Caller, Message, UnknownCallerError
-from titan.ranks.meeting.launch_env import LaunchEnv, environment_error
+from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks
 from titan.ranks.meeting.store import RESOLVE_S, check_host
 from titan.terminal import say
@@ -153,7 +153,7 @@ class _Gathering:
             server = listen(place.port)
         except OSError as error:
             free = "choose a port that no program on node 0 has"
-            raise environment_error(f"MASTER_PORT = {place.port}: {error.strerror}; {free}") from None
+            raise ConfigError(f"MASTER_PORT = {place.port}: {error.strerror}; {free}", "environment") from None
         server.setblocking(False)
         deadline = time.monotonic() + limit_s
         with server:
@@ -223,9 +223,9 @@ class _Gathering:
         node, place = hello["node"], self._place
         for name, value, ours in (("NNODES", hello["nodes"], place.nodes), ("NPROC", hello["ranks"], place.ranks)):
             if value != ours:
-                return environment_error(f"{name} = {value} on node {node}, but {ours} on node 0")
+                return ConfigError(f"{name} = {value} on node {node}, but {ours} on node 0", "environment")
         if node in (0, *self._links):
-            return environment_error(f"NODE_RANK = {node} is set on two nodes; each node needs its own")
+            return ConfigError(f"NODE_RANK = {node} is set on two nodes; each node needs its own", "environment")
         return None
 
     def _say_once(self, sentence: str) -> None:
@@ -276,7 +276,7 @@ def _is_taken(link: Connection, place: LaunchEnv, statement: Statement, answer_s
     except (OSError, ValueError):
         link.close()
         what = f"MASTER_ADDR = {place.host}, MASTER_PORT = {place.port}: what listens there is no launcher of titan"
-        raise environment_error(f"{what}; give the run a port that no program has") from None
+        raise ConfigError(f"{what}; give the run a port that no program has", "environment") from None
     if "refused" in message:
         link.close()
         raise ConfigError(str(message["refused"]))

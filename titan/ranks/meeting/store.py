@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from titan.errors import RankFailedError
+from titan.errors import ConfigError, RankFailedError
 from titan.ranks.meeting import signals
-from titan.ranks.meeting.launch_env import environment_error
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
             why = getattr(error, "strerror", None) or why
             if time.monotonic() > deadline:
                 what = f"MASTER_ADDR = {host}: this host could not resolve that name within {limit_s:g} s ({why})"
-                raise environment_error(f"{what}; set it to the name or address of node 0") from None
+                raise ConfigError(f"{what}; set it to the name or address of node 0", "environment") from None
         signals.check()
         time.sleep(LOOK_S)
 
@@ -74,8 +73,8 @@ def open_store(limit_s: float) -> Store:
     """
     given = os.environ.get("MASTER_PORT", "")
     if not (given.isdecimal() and 0 < int(given) < 1 << 16):
-        raise environment_error(
-            f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535"
+        raise ConfigError(
+            f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535", "environment"
         )
     host, port = os.environ["MASTER_ADDR"], int(given)
     if (host, port) in _opened:
@@ -92,9 +91,10 @@ def open_store(limit_s: float) -> Store:
         return _opened[host, port]
     except (TimeoutError, RuntimeError) as error:
         why = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
-        raise environment_error(
+        raise ConfigError(
             f"MASTER_ADDR = {host}, MASTER_PORT = {port}: what listens there did not answer as the store of the ranks"
-            f"{why} within {limit_s:g} s; give the run a port that no program has"
+            f"{why} within {limit_s:g} s; give the run a port that no program has",
+            "environment",
         ) from None
 
 
@@ -111,8 +111,9 @@ def _check_free(port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 return
-            raise environment_error(
-                f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has"
+            raise ConfigError(
+                f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has",
+                "environment",
             ) from None
 
 
