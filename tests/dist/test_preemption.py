@@ -50,7 +50,7 @@ def assert_whole(folder: Path, uninterrupted: Outcome) -> None:
 def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     """Twice, while the checkpoints of every step are on their way to the disk."""
     saving = ("--checkpoint.every", "1", "--checkpoint.async", "true")
-    argv = job(tmp_path, "--mesh.dp_shard", "2", *saving, "--run.sample", "the", to="launcher", times=2)
+    argv = job(tmp_path, "--mesh.dp_shard", "2", *saving, "--run.sample_prompt", "the", to="launcher", times=2)
     code, first = launch(argv, NPROC=2)
     assert code == 75, first
     # It comes during step 4 of the rank that calls for it; the other one may not have begun that step.

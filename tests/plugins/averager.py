@@ -41,7 +41,7 @@ class _Averager(nn.Module):
         self.layers = nn.ModuleDict({str(i): _Block(config.dim) for i in range(config.n_layers)})
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():

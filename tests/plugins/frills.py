@@ -107,7 +107,7 @@ class _Frills(nn.Module):
         self.norm = nn.LayerNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         if not x.is_floating_point():
             x = self.embed(x) + self.positions(torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.layers.values():

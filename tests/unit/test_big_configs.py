@@ -160,20 +160,10 @@ def test_a_layout_is_written_in_place(job: Path, capsys: pytest.CaptureFixture) 
     assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "what"),
-    [
-        ("[mesh] # of ranks\ntp = 2", "[plugins]\nfsdp = {zero_stage = 2}\n[mesh]\ntp = 2", "inline tables"),
-        ("A job", "The job", "cannot take the layout"),
-    ],
-)
-def test_what_cannot_be_edited_stays(job: Path, old: str, new: str, what: str, capsys: pytest.CaptureFixture) -> None:
-    job.write_text(job.read_text().replace(old, new))
+def test_what_cannot_be_edited_stays(job: Path, capsys: pytest.CaptureFixture) -> None:
     text = job.read_text()
-    words = ("--model.preset", "mini") if old == "A job" else ()
-    code = _in_place(job, *words)
-    error = capsys.readouterr().err
-    assert code == 2 and what in error and job.read_text() == text
+    assert _in_place(job, "--model.preset", "mini") == 2
+    assert "cannot take the layout" in capsys.readouterr().err and job.read_text() == text
     assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
 
 

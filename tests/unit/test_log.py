@@ -53,7 +53,7 @@ def test_what_was_closed_from_the_start_ends_nothing(closed: str, tmp_path: Path
     program.write_text(f"""
 import os, sys
 from titan import log
-from titan.errors import say, stand_in_for_closed
+from titan.terminal import say, stand_in_for_closed
 stand_in_for_closed()
 log.set_up(0)
 with open({str(told)!r}, "w") as file:

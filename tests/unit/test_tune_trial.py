@@ -102,7 +102,7 @@ def test_power_is_that_of_the_measured_steps(tmp_path: Path) -> None:
 
 
 def test_what_a_trial_sets_is_not_given_twice(tmp_path: Path) -> None:
-    job = base("--run.sample", "The")
+    job = base("--run.sample_prompt", "The")
     run = Runner(
         config=LLAMA, overrides=job.overrides, ranks=1, folder=tmp_path / "t", warmup=1, steps=1, timeout_s=1.0
     )  # fmt: skip
