@@ -1,18 +1,18 @@
 """The main job on one rank: `python -m titan.train --config F [--table.key value ...]`, alone or under torchrun."""
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import load_job, said_of, split_arguments, without_effect
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, PreemptedError, TitanError
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, PreemptedError
 from titan.inference import generation
 from titan.inference.next_commands import evaluation_command, generation_command
 from titan.packages import program
-from titan.ranks import failure, process, watchdog
+from titan.ranks import process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.terminal import stand_in_for_closed, take_traceback_flag
@@ -29,24 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return EXIT_DONE
     watchdog.answer_to_quit()
-    rank = int(os.environ.get("RANK", "0"))
     with signals.listening():
-        try:
-            with signals.raised("before training began"):
-                run = _built(words, rank)
-            return _run(run)
-        except TitanError as error:
-            failure.report(error, rank)
-            return error.exit_code
-        except KeyboardInterrupt:
-            log.log.warning("interrupted")
-            return EXIT_FAILED
-        except Exception as error:
-            failure.tell(error, rank)
-            watchdog.keep_recording()
-            return EXIT_FAILED
-        finally:
-            process.leave()
+        return process.run_as_rank(partial(_train, words))
+
+
+def _train(words: list[str], rank: int) -> int:
+    with signals.raised("before training began"):
+        run = _built(words, rank)
+    return _run(run)
 
 
 def _built(words: list[str], rank: int) -> build.Run:

@@ -3,13 +3,12 @@
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TitanError
+from titan.errors import ConfigError, TitanError
 from titan.paths import check_output
 from titan.ranks import launcher
 from titan.ranks.meeting.launch_env import LaunchEnv
@@ -70,31 +69,24 @@ def _statement(args: argparse.Namespace) -> "Statement":
 
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
-    from titan.planner.doctor.examination import examine
-    from titan.ranks import failure, process, watchdog
+    from titan.ranks import process, watchdog
 
     watchdog.answer_to_quit()
-    number = int(os.environ.get("RANK", "0"))
+    return process.run_as_rank(functools.partial(_examine, args))
+
+
+def _examine(args: argparse.Namespace, rank: int) -> None:
+    from titan.planner.doctor.examination import examine
+    from titan.ranks import process
+
     try:
         me = process.here("auto")
         process.enter(me, TIMEOUT_S, _statement(args))
         found = examine(me, args.seconds, args.disk)
         if found is not None:
             _hand_out(found, args)
-        return EXIT_DONE
-    except TitanError as error:
-        failure.report(error, number)
-        return error.exit_code
     except OSError as error:
-        failure.report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_FAILED
-    except Exception as error:
-        failure.tell(error, number)
-        return EXIT_FAILED
-    finally:
-        process.leave()
+        raise TitanError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
 
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:

@@ -59,7 +59,6 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; to resume, run the same command"
     assert first.splitlines()[-1] == said and "sample after" not in first
     assert saved(tmp_path) == [f"step-0000000{step - 1}", f"step-0000000{step}"]
-    assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
     code, second = launch(argv, NPROC_PER_NODE=2)
     assert code == 0 and f"step-0000000{step}, step {step}" in second and "sample after step 10" in second, second
     assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", *TEN, name="whole"))

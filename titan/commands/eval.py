@@ -15,7 +15,7 @@ from titan.checkpoint.weights import is_trained
 from titan.config import Job
 from titan.errors import ConfigError
 from titan.inference.evaluation import Reading, evaluate, last_words
-from titan.inference.load_model import open_job, open_trained, run_as_rank
+from titan.inference.load_model import open_job, open_trained
 from titan.ranks import launcher, process, watchdog
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of
@@ -116,7 +116,7 @@ def _open(args: argparse.Namespace, world_size: int) -> tuple[Path, Job]:
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     watchdog.answer_to_quit()
-    return run_as_rank(functools.partial(_evaluate, args))
+    return process.run_as_rank(functools.partial(_evaluate, args))
 
 
 def _evaluate(args: argparse.Namespace, rank: int) -> None:

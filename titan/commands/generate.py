@@ -20,7 +20,7 @@ from titan.data.tokens.files import decoded
 from titan.errors import ConfigError, DataError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.load_model import delimiters, open_job, open_trained, run_as_rank
+from titan.inference.load_model import delimiters, open_job, open_trained
 from titan.paths import expanded, refuse_lfs_pointer
 from titan.ranks import launcher, process
 from titan.ranks.meeting import signals
@@ -171,7 +171,7 @@ def _read(source: str) -> str:
 def _as_rank(args: argparse.Namespace, prompts: Prompts, _: list[str]) -> int:
     for number in signals.SIGNALS:  # there is nothing to save
         signal.signal(number, signal.SIG_DFL)
-    return run_as_rank(functools.partial(_generate, args, prompts))
+    return process.run_as_rank(functools.partial(_generate, args, prompts))
 
 
 def _generate(args: argparse.Namespace, prompts: Prompts, rank: int) -> None:

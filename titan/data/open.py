@@ -5,6 +5,7 @@ from typing import Any
 
 from titan.config import Job
 from titan.contracts import Dataset
+from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity, identify
 from titan.data.tokens.prepare import prepare, prepare_node
@@ -48,6 +49,16 @@ def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, byt
         return known
 
     return from_first(identified, rank), copies
+
+
+def open_loader(job: Job, rank: Rank, samples: Samples, first: int) -> Loader:
+    """The loader of a job's micro batches on this rank. first: number of the first sample not trained on yet."""
+    return Loader(
+        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
+        index=job.layout.index_of(rank.number, "dealt"), ranks=job.batch_ranks, workers=job.data.workers,
+        device=rank.device,
+        limits=((job.comm.init_timeout_s, "comm.init_timeout_s"), (job.comm.timeout_s, "comm.timeout_s")),
+    )  # fmt: skip
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:

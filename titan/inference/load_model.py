@@ -4,8 +4,7 @@ Only the model, tokenizer, loss, seq_len and packing are read from a checkpoint'
 set by the user, and plugin folders that an untrusted checkpoint names are never imported.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from titan.config import Job, load_table
 from titan.config.tables import Table, override, plugin_folders
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart
 from titan.contracts.plugin import registry
-from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError, TitanError
-from titan.ranks import failure, process
+from titan.errors import CheckpointError, ConfigError
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import context_of
@@ -140,21 +138,3 @@ def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: boo
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     engine = engine or SequentialEngine(parts[0], context.techniques)
     return Trained(job, rank, context, parts, engine, delimiters(path, job, bos))
-
-
-def run_as_rank(work: Callable[[int], None]) -> int:
-    """Do what a command does on each rank, which is told its number; returns its exit code, and reports an error."""
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        work(rank)
-        return EXIT_DONE
-    except TitanError as error:
-        failure.report(error, rank)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_FAILED
-    except Exception as error:
-        failure.tell(error, rank)
-        return EXIT_FAILED
-    finally:
-        process.leave()

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 
+from titan import log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
-from titan.errors import ConfigError, RankFailedError
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RankFailedError, TitanError
 from titan.machine import let_segments_expand, raise_descriptor_limit, total_gib
 from titan.ranks import failure, watchdog
 from titan.ranks.meeting import signals
@@ -267,3 +269,25 @@ def leave() -> None:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
+
+
+def run_as_rank(work: Callable[[int], int | None]) -> int:
+    """Do what a command does on each rank; returns its exit code, and reports an error.
+
+    work: called with the number of this rank; returns an exit code, or None where all is done.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        return work(rank) or EXIT_DONE
+    except TitanError as error:
+        failure.report(error, rank)
+        return error.exit_code
+    except KeyboardInterrupt:
+        log.log.warning("interrupted")
+        return EXIT_FAILED
+    except Exception as error:
+        failure.tell(error, rank)
+        watchdog.keep_recording()
+        return EXIT_FAILED
+    finally:
+        leave()

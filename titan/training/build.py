@@ -24,7 +24,7 @@ from titan.contracts import BuildContext, Engine, ModelPart, NamedParameter, Run
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.plugin.conformance import answer, label
-from titan.data.open import identify_tokenizer, open_data
+from titan.data.open import identify_tokenizer, open_data, open_loader
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity
@@ -143,12 +143,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     core.guard = _guard(job, before, context.mesh, fresh=fresh)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
-    loader = Loader(
-        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch,
-        first=int(rest.get("data", {}).get("samples", 0)), index=job.layout.index_of(rank.number, "dealt"),
-        ranks=job.batch_ranks, workers=job.data.workers, device=rank.device,
-        limits=((limit_s, "comm.init_timeout_s"), (job.comm.timeout_s, "comm.timeout_s")),
-    )  # fmt: skip
+    loader = open_loader(job, rank, samples, first=int(rest.get("data", {}).get("samples", 0)))
     trackers = Trackers(job.trackers if rank.number == 0 else ())
     info = RunInfo(
         folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,

@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "ranks of one slice group that read different samples",
-        "titan/training/build.py",
+        "titan/data/open.py",
         'index=job.layout.index_of(rank.number, "dealt")',
         "index=rank.number % job.batch_ranks",
         (f"{PARITY}[dp_shard 2, tp 2]",),
