@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -15,17 +16,17 @@ from titan.planner.report import closed_form
 from titan.planner.step import arithmetic
 from titan.plugins.models import gpt, llama
 
-GPT3 = ["--model.name", "gpt", "--model.preset", "175b"]
 MODELS: list[type[Model]] = [gpt.Gpt, llama.Llama]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
+def alone(name: str, preset: str, *words: str) -> Job:
+    return closed_form.alone(["--model.name", name, "--model.preset", preset, *words])
+
+
 @pytest.fixture(scope="module")
 def gpt3() -> Job:
-    return closed_form.alone(GPT3)
-
-
-# --- parameters ---------------------------------------------------------------------------------------------------
+    return alone("gpt", "175b")
 
 
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
@@ -53,35 +54,21 @@ def test_parameters_of_gpt3(gpt3: Job) -> None:
     ("preset", "billions"), [("frontier-22b", 22.07), ("frontier-175b", 174.62), ("frontier-1t", 1008.04)]
 )
 def test_parameters_of_frontier(preset: str, billions: float) -> None:
-    spec = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).spec
+    spec = alone("gpt", preset).spec
     assert spec.params / 1e9 == pytest.approx(billions, abs=0.005)
     assert spec.params == pytest.approx(12 * spec.n_layers * spec.dim**2, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("preset", "params"), list(zip(("7b", "13b", "33b", "65b"), (row.params for row in published.LLAMA), strict=True))
-)
-def test_parameters_of_llama(preset: str, params: int) -> None:
-    assert closed_form.alone(["--model.name", "llama", "--model.preset", preset]).spec.params == params
+@pytest.mark.parametrize(("preset", "row"), [*zip(("7b", "13b", "33b", "65b"), published.LLAMA, strict=True)])
+def test_parameters_of_llama(preset: str, row: Any) -> None:
+    assert alone("llama", preset).spec.params == row.params
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def test_zero_is_the_papers_figure() -> None:
+def test_zero_is_the_papers_figure_and_saves_nothing_on_one_rank() -> None:
     # arXiv 1910.02054, figure 1: 7.5e9 parameters over 64 ranks.
-    printed = (120, 31.4, 16.6, 1.9)
-    sizes = [size / 1e9 for size in arithmetic.zero_bytes(7.5e9, 64)]
-    assert [round(size, 1) for size in sizes] == list(printed)
-
-
-def test_zero_on_one_rank_saves_nothing() -> None:
-    for recipe in arithmetic.RECIPES.values():
-        assert set(arithmetic.zero_bytes(10, 1, recipe)) == {10 * sum(recipe)}
-
-
-def test_recipes_have_the_bytes_they_are_called_by() -> None:
-    assert {name: sum(recipe) for name, recipe in arithmetic.RECIPES.items()} == {"16": 16, "18": 18, "20": 20}
+    assert [round(size / 1e9, 1) for size in arithmetic.zero_bytes(7.5e9, 64)] == [120, 31.4, 16.6, 1.9]
+    for name, recipe in arithmetic.RECIPES.items():
+        assert set(arithmetic.zero_bytes(10, 1, recipe)) == {10 * sum(recipe)} == {10 * int(name)}
 
 
 def test_frontiers_table_adds_to_18_and_prints_20() -> None:
@@ -123,12 +110,9 @@ def test_splitting_activations() -> None:
     assert arithmetic.activations(2048, 12288, 96, batch=3).none == 3 * whole.none
 
 
-# --- work and time ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", ["175b", "frontier-22b", "frontier-1t"])
 def test_megatrons_flops_are_the_plans(preset: str) -> None:
-    spec = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).spec
+    spec = alone("gpt", preset).spec
     formula = arithmetic.megatron_flops(3, 2048, spec.n_layers, spec.dim, spec.vocab_size)
     assert 3 * 2048 * arithmetic.hardware_flops_per_token(spec, 2048) == pytest.approx(formula, rel=1e-12)
 
@@ -169,11 +153,12 @@ def test_llamas_hours() -> None:
     assert [math.floor(row.hours * 0.4 * 1.1 / 1e3) for row in published.LLAMA] == [36, 59, 233, 449]
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+def report_of(job: Job) -> dict[str, Any]:
+    return closed_form.report(job, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
 
 
 def test_report_of_gpt3(gpt3: Job) -> None:
-    report = closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
+    report = report_of(gpt3)
     assert json.loads(json.dumps(report)) == report
     assert report["model"]["seq_len"] == 2048
     assert report["parameters"]["exact"] == gpt3.spec.params
@@ -185,7 +170,7 @@ def test_report_of_gpt3(gpt3: Job) -> None:
 
 
 def test_report_splits_the_model_as_the_job_does() -> None:
-    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    job = alone("gpt", "13b", "--mesh.tp", "4")
     report = closed_form.report(job, devices=32)
     assert (report["state"]["model_split_over"], report["state"]["data_parallel_ranks"]) == (4, 8)
     assert report["state"]["zero"]["16"][1] == pytest.approx((4 + 12 / 8) * job.spec.params / 4)
@@ -199,8 +184,6 @@ def test_report_counts_what_the_job_holds(gpt3: Job) -> None:
     held = [
         PersistentState(component="parameters", bytes_per_param=4),
         PersistentState(component="parameters", bytes_per_param=2, gathered_units=2),
-    ]
-    held += [
         PersistentState(component="optimizer", bytes_per_param=4),
         PersistentState(component="optimizer", bytes_per_param=4, axes=("dp_shard",)),
     ]
@@ -224,24 +207,19 @@ def test_layout_of_a_config_is_the_default() -> None:
     ],
 )
 def test_faults(given: dict[str, float], said: str) -> None:
-    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    job = alone("gpt", "13b", "--mesh.tp", "4")
     with pytest.raises(ConfigError, match=said):
         closed_form.report(job, **given)  # type: ignore[arg-type]
 
 
 def test_text_has_the_numbers(gpt3: Job) -> None:
-    text = closed_form.text(
-        closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
-    )
+    text = closed_form.text(report_of(gpt3))
     for said in ("174,604,259,328", "+0.33%", "698.4 GB", "275.4 GB", "444.5 GB", "33.8 days", "34.7 days"):
         assert said in text
     assert max(map(len, text.splitlines())) <= 120
     assert "formulas for a GPT" not in text
     registry.load_plugins(())
-    odd = closed_form.text(
-        closed_form.report(closed_form.alone(["--model.name", "llama", "--model.preset", "llama3-8b"]))
-    )
-    assert "formulas for a GPT" in odd
+    assert "formulas for a GPT" in closed_form.text(closed_form.report(alone("llama", "llama3-8b")))
 
 
 def test_published_tables_print(capsys: pytest.CaptureFixture[str]) -> None:

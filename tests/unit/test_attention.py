@@ -34,6 +34,8 @@ def test_another_operation_is_used() -> None:
     core, q = AttentionCore(), torch.randn(1, 2, 3, 4)
     core.use(_values, "one")
     assert core(q, q, q, torch.arange(3)[None]).equal(q)
+    with pytest.raises(PluginError, match="techniques one and two both replace attention, and two, the later one"):
+        core.use(_values, "two")
     core.use(lambda *args: 2 * _values(*args), "two", wraps=True)
     assert core(q, q, q, torch.arange(3)[None]).equal(2 * q)
 
@@ -47,7 +49,6 @@ def test_another_operation_is_used() -> None:
         (AttentionCore(slopes=(0.5, 0.25)), "does not follow its ALiBi slopes of 2 heads"),
         (_Own(), "technique one replaces attention, but _Own computes attention of its own"),
     ],
-    ids=["window", "scale", "soft cap", "slopes", "own"],
 )
 def test_an_operation_that_leaves_something_out_is_refused(core: AttentionCore, said: str) -> None:
     with pytest.raises(PluginError, match=said):
@@ -64,8 +65,6 @@ def test_an_operation_is_used_for_what_it_follows_alone() -> None:
     core.use(_values, "one", follows=("slopes", "window", "scale"))
     assert core.operation is _values
 
-
-# --- what attention computes ---------------------------------------------------------------------------------------
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 CORES: dict[str, dict[str, Any]] = {
@@ -145,13 +144,6 @@ def test_a_soft_cap_saves_the_tanh_beside_the_softmax() -> None:
     assert len(scores) * 2 == sum(kept.numel for kept in cost.saved if kept.scores) == 4
 
 
-def test_two_operations_that_know_nothing_of_each_other_are_refused() -> None:
-    core = AttentionCore()
-    core.use(_values, "one")
-    with pytest.raises(PluginError, match="techniques one and two both replace attention, and two, the later one"):
-        core.use(_values, "two")
-
-
 def _check_built(job: Job, **changes: Any) -> None:
     """Hold a model as its class builds it against its spec with these changes."""
     with torch.device("meta"):
@@ -160,23 +152,12 @@ def _check_built(job: Job, **changes: Any) -> None:
     _check_names(model, context)
 
 
-@pytest.mark.parametrize(
-    ("globs", "said"),
-    [
-        (
-            ("layers.0.attn.core",),
-            r"layers\.1\.attn\.core is an AttentionCore that no glob of ModelSpec.attention names",
-        ),
-        (("layers.*.attn.core", "layers.*.ffn"), r"layers\.0\.ffn is no AttentionCore"),
-    ],
-    ids=["left out", "another"],
-)
-def test_the_spec_names_all_attention_and_nothing_else(globs: tuple[str, ...], said: str) -> None:
-    with pytest.raises(PluginError, match=said):
-        _check_built(job_of(), attention=globs)
-
-
-# --- sliced sequences ---------------------------------------------------------------------------------------------
+def test_the_spec_names_all_attention_and_nothing_else() -> None:
+    left_out = r"layers\.1\.attn\.core is an AttentionCore that no glob of ModelSpec.attention names"
+    with pytest.raises(PluginError, match=left_out):
+        _check_built(job_of(), attention=("layers.0.attn.core",))
+    with pytest.raises(PluginError, match=r"layers\.0\.ffn is no AttentionCore"):
+        _check_built(job_of(), attention=("layers.*.attn.core", "layers.*.ffn"))
 
 
 def test_slices_of_sequences_need_an_operation_that_reaches_the_others() -> None:
@@ -194,20 +175,15 @@ def test_a_model_that_names_no_attention_is_not_sliced() -> None:
         load_job(LLAMA, [*words, *bare, *mesh(cp=2)])
 
 
-# --- windows ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.sliding_window", "17"], "seq_len 17, or a window of 16"),
-        (["--model.name", "parallel", "--model.window", "33"], "a window of 16"),
+        (["--model.sliding_window", "17"], "seq_len 17, or a window of 16"),  # of the model's length
+        (["--model.name", "parallel", "--model.window", "33"], "a window of 16"),  # beyond it
     ],
-    ids=["of the model's length", "beyond it"],
 )
 def test_training_fills_the_window(words: list[str], said: str, tmp_path: Path) -> None:
-    guests = str(Path(__file__).parents[1] / "guests")
-    words = ["--data.path", "x", "--plugins.path", guests, *words]
+    words = ["--data.path", "x", "--plugins.path", str(Path(__file__).parents[1] / "guests"), *words]
     load_job(LLAMA, [*words[:-1], "16"])
     window = words[-1]
     with pytest.raises(ConfigError) as refused:

@@ -53,7 +53,9 @@ def _with_gradients(operation: Any, inputs: list[Tensor], documents: Tensor | No
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-# --- what operations compute ----------------------------------------------------------------------------------------
+def _assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
@@ -67,8 +69,7 @@ def test_document_by_document_is_attention_with_a_mask(options: dict[str, Any], 
         torch.compiler.reset()  # the cases compile the same function, more often than PyTorch puts up with
         ways.append(torch.compile(operation, backend="aot_eager", fullgraph=True, dynamic=False))
     for each in ways:
-        for ours, theirs in zip(_with_gradients(each, inputs, documents), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        _assert_near(_with_gradients(each, inputs, documents), expected)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4])
@@ -81,8 +82,7 @@ def test_a_long_document_is_cut_into_pieces_that_see_their_window(
     core, documents, inputs = AttentionCore(window=window), DOCUMENTS if packed else None, _inputs(2)
     expected = _with_gradients(core, inputs, documents)
     found = _with_gradients(partial(by_document.attend_by_document, core), inputs, documents)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    _assert_near(found, expected)
 
 
 def test_a_window_makes_nothing_of_the_square_of_a_document() -> None:
@@ -174,8 +174,7 @@ def test_a_restriction_holds_where_a_backward_recomputes_and_where_it_is_compile
     for each in (lambda *args: checkpoint(operation, *args, use_reentrant=False), compiled):
         found, calls = _calls(each, inputs)
         assert not any("flash" in name for name in calls)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        _assert_near(found, expected)
 
 
 def test_a_copy_of_a_core_computes_with_its_own_attributes() -> None:
@@ -187,10 +186,9 @@ def test_a_copy_of_a_core_computes_with_its_own_attributes() -> None:
     assert twin.operation.args[0] is twin
 
 
-# --- what is chosen -------------------------------------------------------------------------------------------------
-
 PLAIN = choice.Setting("cuda", True, torch.bfloat16, 64, (), False, (), False)
 PACKED = ("documents",)
+ON_CPU = PLAIN._replace(device="cpu")
 CHOICES = {
     "plain": ({}, "sdpa"),
     "documents": ({"has": PACKED}, "varlen"),
@@ -219,10 +217,8 @@ CHOICES = {
 def kernel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """In place of titan's kernel for CPUs: it can be had, and computes by definition."""
 
-    def computed(
-        q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int, documents: Tensor | None
-    ) -> Tensor:
-        return AttentionCore(window=window, scale=scale)(q, k, v, torch.arange(q.shape[2])[None], documents)
+    def computed(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None, **core: Any) -> Tensor:
+        return AttentionCore(**core)(q, k, v, torch.arange(q.shape[2])[None], documents)
 
     stands_in = SimpleNamespace(why_not=lambda *_: "", outdone=lambda _: "", cpu_attention=computed)
     monkeypatch.setitem(sys.modules, "titan.plugins.attention.cpu_kernel", stands_in)  # type: ignore[arg-type]
@@ -236,29 +232,20 @@ def test_auto_takes_the_best_of_its_setting(changes: dict[str, Any], chosen: str
 
 def test_auto_does_without_a_kernel_that_this_cpu_cannot_run(kernel: SimpleNamespace) -> None:
     kernel.why_not = lambda *_: "this CPU lacks avx512_bf16"
-    assert choice.best(PLAIN._replace(device="cpu", has=PACKED))[0] == "documents"
-    assert "is not used: this CPU lacks avx512_bf16" in choice.best(PLAIN._replace(device="cpu"))[1]
-    assert choice.best(PLAIN._replace(device="cpu", has=PACKED, here=False))[0] == "cpu"
+    assert choice.best(ON_CPU._replace(has=PACKED))[0] == "documents"
+    assert "is not used: this CPU lacks avx512_bf16" in choice.best(ON_CPU)[1]
+    assert choice.best(ON_CPU._replace(has=PACKED, here=False))[0] == "cpu"
     kernel.why_not, kernel.outdone = (lambda *_: ""), lambda _: "this CPU has wider vectors"
-    assert choice.best(PLAIN._replace(device="cpu"))[1].endswith("is not used: this CPU has wider vectors")
-    assert not list(choice.unfit("cpu", PLAIN._replace(device="cpu")))  # it may be asked for
-
-
-def test_auto_compiles_no_kernel_that_the_job_could_not_use(kernel: SimpleNamespace) -> None:
-    kernel.why_not = lambda *_: pytest.fail("asked for a kernel")
-    assert choice.best(PLAIN._replace(device="cpu", has=("a soft cap",)))[0] == "sdpa"
+    assert choice.best(ON_CPU)[1].endswith("is not used: this CPU has wider vectors")
+    assert not list(choice.unfit("cpu", ON_CPU))  # it may be asked for
+    kernel.why_not = lambda *_: pytest.fail("compiled a kernel that the job could not use")
+    assert choice.best(ON_CPU._replace(has=("a soft cap",)))[0] == "sdpa"
 
 
 def test_titans_own_kernel_is_given_what_the_core_has(kernel: SimpleNamespace) -> None:
     core, inputs = AttentionCore(window=3, scale=0.7), _inputs(2)
-    expected = _with_gradients(core, inputs, DOCUMENTS)
-    for ours, theirs in zip(
-        _with_gradients(attention._operation("cpu", core), inputs, DOCUMENTS), expected, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
+    found = _with_gradients(attention._operation("cpu", core), inputs, DOCUMENTS)
+    _assert_near(found, _with_gradients(core, inputs, DOCUMENTS))
 
 
 def backend(name: str, *words: str) -> list[str]:
@@ -266,41 +253,30 @@ def backend(name: str, *words: str) -> list[str]:
 
 
 ISOLATED = ("--data.packing", "document_mask")
-BF16 = ("--plugins.bf16.enabled", "true")
+BF16, FP16 = ((f"--plugins.{name}.enabled", "true") for name in ("bf16", "fp16"))
 CPU, CUDA = (("--run.device", device) for device in ("cpu", "cuda"))
 REFUSED = [
-    (LLAMA, backend("flash"), r'backend = "flash" computes in bfloat16 or float16, and the run in float32'),
-    (LLAMA, backend("flash", *BF16, *ISOLATED), r'backend = "flash" does not follow documents, which the job has'),
-    (LLAMA, backend("cudnn", *BF16, "--model.sliding_window", "5"), r'backend = "cudnn" does not follow window'),
-    (LLAMA, backend("cudnn", *BF16, "--run.deterministic", "true"), r"is not deterministic, and \[run\] deterministic"),
-    (LLAMA, backend("varlen", *CPU), r'backend = "varlen" is for GPUs, and the run is on CPUs; set backend = "auto"'),
-    (LLAMA, backend("flex", *CPU), r'backend = "flex" is for GPUs, and the run is on CPUs'),
-    (LLAMA, backend("flex"), r"needs heads of 16 to 256 features, and the model has 8"),
-    (LLAMA, backend("varlen", *BF16, "--model.dim", "48"), r"heads of 8 to 256 features in steps of 8, .* has 12"),
-    (LLAMA, backend("documents", *CUDA), r'backend = "documents" is for CPUs, and the run is on GPUs'),
-    (
-        LLAMA,
-        backend("cpu", *CPU, "--plugins.fp16.enabled", "true"),
-        r'backend = "cpu" computes in bfloat16 or float32, and the run in float16; add \[plugins.bf16\]',
-    ),
-    (LLAMA, backend("documents", "--model.attention", "unfused"), r'writes no scores, and model.attention = "unfused"'),
-    (
-        LLAMA,
-        backend("documents", *mesh(cp=2)),
-        r'"documents" computes attention, but .* method = "ring" computes attention itself; set method = "ulysses", or',
-    ),
-    (BLOOM, backend("documents"), r'backend = "documents" does not follow ALiBi slopes'),
-    (GEMMA, backend("efficient"), r'backend = "efficient" does not follow .*a soft cap'),
-    (
-        LLAMA,
-        backend("auto", "--plugins.attention.flash_impl", "FA3"),
-        r'flash_impl = "FA3" is for backend = "flash" and',
-    ),
+    (backend("flash"), r'backend = "flash" computes in bfloat16 or float16, and the run in float32'),
+    (backend("flash", *BF16, *ISOLATED), r'backend = "flash" does not follow documents, which the job has'),
+    (backend("cudnn", *BF16, "--model.sliding_window", "5"), r'backend = "cudnn" does not follow window'),
+    (backend("cudnn", *BF16, "--run.deterministic", "true"), r"is not deterministic, and \[run\] deterministic"),
+    (backend("varlen", *CPU), r'backend = "varlen" is for GPUs, and the run is on CPUs; set backend = "auto"'),
+    (backend("flex", *CPU), r'backend = "flex" is for GPUs, and the run is on CPUs'),
+    (backend("flex"), r"needs heads of 16 to 256 features, and the model has 8"),
+    (backend("varlen", *BF16, "--model.dim", "48"), r"heads of 8 to 256 features in steps of 8, .* has 12"),
+    (backend("documents", *CUDA), r'backend = "documents" is for CPUs, and the run is on GPUs'),
+    (backend("cpu", *CPU, *FP16), r'"cpu" computes in bfloat16 or float32, and the run in float16; add .plugins.bf16'),
+    (backend("documents", "--model.attention", "unfused"), r'writes no scores, and model.attention = "unfused"'),
+    (backend("documents", *mesh(cp=2)), r'"documents" computes .* "ring" computes attention itself; set method = "uly'),
+    (backend("auto", "--plugins.attention.flash_impl", "FA3"), r'flash_impl = "FA3" is for backend = "flash" and'),
+    ((BLOOM, *backend("documents")), r'backend = "documents" does not follow ALiBi slopes'),
+    ((GEMMA, *backend("efficient")), r'backend = "efficient" does not follow .*a soft cap'),
 ]
 
 
-@pytest.mark.parametrize(("config", "words", "said"), REFUSED)
-def test_what_a_job_cannot_have_is_refused(config: Any, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_what_a_job_cannot_have_is_refused(words: Any, said: str) -> None:
+    config, words = (words[0], words[1:]) if isinstance(words, tuple) else (LLAMA, words)
     with pytest.raises(ConfigError, match=said):
         load_job(config, words)
 
@@ -312,9 +288,6 @@ def test_a_backend_is_tried_before_it_is_taken() -> None:
     setting = PLAIN._replace(dtype=torch.float32, has=PACKED)
     assert attention._failure("documents", setting, sizes) == ""
     assert "No viable backend" in attention._failure("cudnn", setting._replace(has=()), sizes)
-
-
-def test_a_flash_attention_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'flash_impl = "FA3" cannot be activated \(.*\); install it, or set "FA2"'):
         attention._activate("FA3")
 
@@ -348,11 +321,11 @@ def test_what_this_machine_cannot_do_is_refused_when_the_model_is_built(kernel: 
 
 
 class _Own(AttentionCore):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
         return v
 
 
-def test_attention_that_iscomputed_in_another_way_already_is_left_alone_or_refused() -> None:
+def test_attention_that_is_computed_in_another_way_already_is_left_alone_or_refused() -> None:
     taken = AttentionCore()
     taken.use(lambda *args: args[2], "another")
     documents = load_job(LLAMA, backend("documents", *ISOLATED))
@@ -380,15 +353,10 @@ def test_the_log_says_what_was_taken_and_why(caplog: pytest.LogCaptureFixture) -
 def test_math_writes_scores_and_sdpa_changes_nothing() -> None:
     assert _applied(load_job(LLAMA, backend("math"))).writes_scores
     plain = _applied(load_job(LLAMA, backend("sdpa", *ISOLATED)))
-    assert plain.operation is None
-    assert not plain.writes_scores
-    (technique,) = load_job(LLAMA, backend("sdpa")).techniques
-    assert list(technique.no_effect(load_job(LLAMA, backend("sdpa")).spec)) == [
-        'backend = "sdpa" has no effect: it is what runs without the technique'
-    ]
-
-
-# --- what is planned ------------------------------------------------------------------------------------------------
+    assert plain.operation is None and not plain.writes_scores
+    job = load_job(LLAMA, backend("sdpa"))
+    (said,) = job.techniques[0].no_effect(job.spec)
+    assert said == 'backend = "sdpa" has no effect: it is what runs without the technique'
 
 
 def _core_of(*words: str) -> Attention:

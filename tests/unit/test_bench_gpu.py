@@ -23,6 +23,7 @@ from tests.commands import run_titan
 from titan.machine import ALLOCATOR
 from titan.plugins.models.llama import Llama
 
+Capsys = pytest.CaptureFixture[str]
 HERE = {"rehearsal": True, "device": "a CPU", "torch": "2"}
 SEEN = Row("speed", 1.0, "TFLOP/s", samples=(0.9, 1.0, 1.1))
 
@@ -68,29 +69,22 @@ def test_a_second_start_takes_new_ones_then_failed_ones_then_those_that_ended_th
     assert _results(tmp_path, device="an H100").order(every) == every
 
 
-def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again(tmp_path: Path) -> None:
-    one, results = _measurement("one"), _results(tmp_path)
-    results.began(one)
-    results.add(one, Row("check", "no", passed=False))
-    results.ended(one, 1.0)
+def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again_and_earlier_visits_count(tmp_path: Path) -> None:
+    one, other, results = _measurement("one"), _measurement("other"), _results(tmp_path)
+    for each, rows in ((one, [Row("check", "no", passed=False)]), (other, [])):
+        results.began(each)
+        for row in rows:
+            results.add(each, row)
+        results.ended(each, 1.0)
     assert results.order([one]) == [one] and records.faults([one], results.last()) == ["one: check: no"]
-
-
-def test_results_of_earlier_visits_count(tmp_path: Path) -> None:
-    one, earlier = _measurement("one"), _results(tmp_path)
-    earlier.began(one)
-    earlier.ended(one, 1.0)
-    results = Results(tmp_path / "new.jsonl", HERE, {}, [earlier.path])
-    assert not results.order([one]) and not results.path.exists()
+    later = Results(tmp_path / "new.jsonl", HERE, {}, [results.path])
+    assert not later.order([other]) and not later.path.exists()
 
 
 def test_names_are_unique_and_the_calls_fit_their_time() -> None:
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
     for call, most in zip(CALLS, (150, 850, 850), strict=True):
         assert 0 < sum(one.seconds for one in MEASUREMENTS if one.call == call) <= most
-
-
-# --- a process per measurement --------------------------------------------------------------------------------------
 
 
 def test_a_call_returns_what_it_computes_and_prints_to_the_log(tmp_path: Path) -> None:
@@ -170,17 +164,15 @@ def test_a_fault_or_a_kill_ends_one_measurement_and_a_second_start_takes_only_wh
         yield Row("before the fault", 2.0)
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    planted = (
-        _measurement("killed", killed), _measurement("broken", broken), _measurement("good", good),
-        _measurement("too long", good, seconds=1e9),
-    )  # fmt: skip
+    planted = [_measurement(name, of) for name, of in (("killed", killed), ("broken", broken), ("good", good))]
+    planted.append(_measurement("too long", good, seconds=1e9))
     monkeypatch.setattr(command, "MEASUREMENTS", planted)
     monkeypatch.setattr(command.reference, "make", lambda _: None)
     monkeypatch.setattr(command, "_machine", lambda _: {"device": "cuda", "torch": "2", "commit": "abc"})
     words = ["--results", str(tmp_path / "gpu.jsonl"), "--scratch", str(tmp_path), "--seconds", "60"]
-    for count in (1, 1):
+    for _ in range(2):
         assert command.main(words) == 1
-        assert taken.read_text().count("good") == count
+        assert taken.read_text() == "good\n"
     last = records.attempts(records.read(tmp_path / "gpu.jsonl"))
     assert [last[name].status for name in ("killed", "broken", "good")] == ["failed", "failed", "done"]
     assert last["killed"].rows == [SEEN] and last["killed"].failure == "killed by SIGKILL"
@@ -192,34 +184,22 @@ def test_a_fault_or_a_kill_ends_one_measurement_and_a_second_start_takes_only_wh
     assert taken.read_text().count("good") == 2
 
 
-# --- jobs and predictions -------------------------------------------------------------------------------------------
-
-
-def test_spans_that_overlap_count_once() -> None:
+def test_what_is_counted_and_made_for_measurements(tmp_path: Path) -> None:
+    """Spans that overlap once, half of the square of attention, and the same tokens each time."""
     assert steps.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
-
-
-def test_the_causal_count_leaves_out_half_of_the_square() -> None:
+    first, second = (jobs.tokens(tmp_path / name, jobs.BYTE, 1 << 12) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
     spec = Llama(Llama.Config(n_layers=2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128)).spec()
     full, causal = shapes.flops_per_step(spec, 128).values()
     without_attention = 6 * (2 * spec.matmul_params_per_layer + spec.head_matmul_params) * 128
     assert full - causal == pytest.approx(causal - without_attention)
 
 
-def test_tokens_are_the_same_each_time(tmp_path: Path) -> None:
-    first, second = (jobs.tokens(tmp_path / name, jobs.BYTE, 1 << 12) for name in "ab")
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_a_table_has_the_newest_prediction_that_is_older_than_the_measurement(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
-    lines = [
-        {"cluster": cluster, "job": "1B", "date": date, "step_s": step, "allocated_gib": 1.0, "reserved_gib": 1.0}
-        for cluster, date, step in (
-            ("h100", "2026-01-01", 0.3), ("h100", "2026-01-02", 0.2), ("h100", "2026-01-04", 0.1),
-            ("h200", "2026-01-02", 9.0),
-        )
-    ]  # fmt: skip
+    dated = (("h100", 1, 0.3), ("h100", 2, 0.2), ("h100", 4, 0.1), ("h200", 2, 9.0))
+    same = {"job": "1B", "allocated_gib": 1.0, "reserved_gib": 1.0}
+    lines = [{**same, "cluster": name, "date": f"2026-01-0{day}", "step_s": step} for name, day, step in dated]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [Row("1B: step", 0.25, "s"), Row("1B: peak reserved", None, "GiB")]
     last = {"speed": records.Record("done", {"time": "2026-01-03"}, rows)}
@@ -233,9 +213,6 @@ def test_every_measured_job_fits_by_its_plan(cluster: str) -> None:
     for name, shape in shapes.JOBS.items():
         planned = predictions.predicted(cluster, shape)
         assert planned["allocated_gib"] < planned["reserved_gib"] < limit and planned["step_s"] > 0, name
-
-
-# --- rehearsals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -270,9 +247,7 @@ def test_the_loader_is_measured_beside_training(tmp_path: Path, monkeypatch: pyt
         (["--results", "/proc/none/gpu.jsonl"], "choose other --results"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_refused(words: list[str], said: str, tmp_path: Path, capsys: Capsys) -> None:
     assert command.main([*words, "--scratch", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 

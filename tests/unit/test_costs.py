@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.logits import logits_of
+from tests.operations import Watch
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
 from titan.contracts.base import cost
-from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, PersistentState, residual
+from titan.contracts.base.cost import Attention, Elementwise, Matmul, PersistentState, residual
 from titan.contracts.plugin import registry
+from titan.errors import ConfigError
 from titan.planner.picture.traffic import moved
 from titan.planner.step import layout
 from titan.planner.step.activations import kept_by
@@ -21,6 +22,7 @@ from titan.planner.step.parameters import parameters_of
 from titan.planner.step.predict import Planner, flops_per_token
 
 registry.load_plugins()
+ADDED = (torch.ops.aten.add, torch.ops.aten.add_)
 MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]
 
 
@@ -40,23 +42,11 @@ def test_operations_have_the_parameters_and_flops_of_the_plan(plugin: type[Model
     assert flops_per_token(costs)[0] == pytest.approx(spec.flops_per_token(job.data.seq_len), rel=1e-12)
 
 
-class Sums(TorchDispatchMode):
-    """Counts sums of tensors of one shape."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape, self.found = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.found += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and out.shape == self.shape
-        return out
-
-
 @pytest.mark.parametrize("model", list(registry.of_kind("model")), ids=lambda plugin: plugin.name)
 def test_backward_sums_the_gradients_of_states_that_are_used_several_times(model: type[Model]) -> None:
     size = {"dim": 32, "n_heads": 2, "vocab_size": 16, "max_seq_len": 8}
-    found = []
+    found, sums = [], list[bool]()
+    watch = Watch(lambda func, _, out: sums.append(func.overloadpacket in ADDED and out.shape == (2, 8, 32)))
     for layers in (1, 2):
         module = model(model.Config(n_layers=layers, **size)).build().to_empty(device="cpu")
         for layer in module.layers.values():
@@ -64,9 +54,10 @@ def test_backward_sums_the_gradients_of_states_that_are_used_several_times(model
                 if name.endswith("norm"):
                     layer.set_submodule(name, torch.nn.Identity())  # norms have sums of their own
         loss = logits_of(module, torch.zeros(2, 8, dtype=torch.long)).sum()
-        with Sums((2, 8, 32)) as sums:
+        with watch:
             loss.backward()
-        found.append(sums.found)
+        found.append(sum(sums))
+        sums.clear()
     operations = model(model.Config(n_layers=1, **size)).spec().layer_ops
     residuals = [op for op in operations if op == residual(32)]
     stated = sum(op.backward for op in operations if isinstance(op, Elementwise) and not op.forward)
@@ -93,21 +84,21 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "parameters", "gradients", "optimizer"),
+    ("words", "each"),
     [
-        ((), 4, 4, 8),
-        (("--mesh.dp_shard", "4"), 1, 1, 2),
-        (("--mesh.dp_replicate", "4"), 4, 4, 8),
-        (("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"), 2, 2, 4),
+        ((), (4, 4, 8)),
+        (("--mesh.dp_shard", "4"), (1, 1, 2)),
+        (("--mesh.dp_replicate", "4"), (4, 4, 8)),
+        (("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"), (2, 2, 4)),
     ],
 )
-def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
+def test_state_in_bytes_a_parameter(words: tuple[str, ...], each: tuple[int, ...]) -> None:
     job = job_of(*words)
     costs = costs_of(job)
     held = Planner(CLUSTER).stage_costs(costs, job.layout).memory(costs.stages[0]).held
-    each = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
+    found = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
-    assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)
+    assert found == pytest.approx(each, rel=0.01)
 
 
 def test_state_of_some_parameters_on_the_host_takes_the_time_of_their_bytes() -> None:
@@ -149,11 +140,8 @@ def test_zero_stages_gather_and_reduce_as_often_as_they_say() -> None:
         sent = bytes_moved(job_of(*words, "--plugins.fsdp.zero_stage", str(stage)))
         assert sent["all_gather", "dp_shard"] == gathered
         assert sent["reduce_scatter", "dp_shard"] == reduced * whole
-
-
-def test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds() -> None:
-    job = job_of("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2")
-    assert bytes_moved(job)["all_reduce", "dp_replicate"] == 4 * job.spec.params / 2
+    hybrid = bytes_moved(job_of("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2"))
+    assert hybrid["all_reduce", "dp_replicate"] == 4 * spec.params / 2  # between replicas, what a shard holds
 
 
 def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
@@ -166,10 +154,10 @@ def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
     # Forward 2 gathers per layer and the head's; backward 2 per layer and the embeddings'. Reductions likewise.
     assert sent["all_gather", "tp"] == sizes * (4 * layers + 2)
     assert sent["reduce_scatter", "tp"] == sizes * (4 * layers + 2)
-    recomputed = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "full"))
-    assert recomputed["all_gather", "tp"] == sizes * (6 * layers + 2)
-    assert recomputed["reduce_scatter", "tp"] == sizes * (5 * layers + 2)
-    selective = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "selective"))
+    words = ("--mesh.tp", "4", "--plugins.activation_checkpoint.mode")
+    full, selective = (bytes_moved(job_of(*words, mode)) for mode in ("full", "selective"))
+    assert full["all_gather", "tp"] == sizes * (6 * layers + 2)
+    assert full["reduce_scatter", "tp"] == sizes * (5 * layers + 2)
     assert selective == sent
 
 
@@ -191,19 +179,14 @@ def test_context_parallelism_sends_what_its_docstring_says(
     method: str, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
     """Bytes per number in a rank's keys and values, which have 2 x 4 heads of 8 features at 2 x 16 positions."""
-    words = (*CONTEXT, "--plugins.context.method", method)
-    full = ("--plugins.activation_checkpoint.mode", "full")
-    selective = ("--plugins.activation_checkpoint.mode", "selective")
-    for more, passes in (((), 1), (selective, 1), (full, 2), (("--mesh.tp", "2"), 0.5)):
-        if method == "ulysses" and more == ("--mesh.tp", "2"):
+    mode, tp = "--plugins.activation_checkpoint.mode", ("--mesh.tp", "2")
+    for more, passes, share in (((), 1, 1), ((mode, "selective"), 1, 1), ((mode, "full"), 2, 1), (tp, 1, 0.5)):
+        if method == "ulysses" and more == tp:
             continue  # four ranks for two key-value heads: the next test
-        job = job_of(*words, *more)
-        each = 2 * 4 * 8 * 2 * 16 * job.spec.n_layers * job.micro_batches
+        job = job_of(*CONTEXT, "--plugins.context.method", method, *more)
+        each = share * 2 * 4 * 8 * 2 * 16 * job.spec.n_layers * job.micro_batches
         sent = {kind: size for (kind, axis), size in bytes_moved(job).items() if axis == "cp"}
-        slices = min(1, passes)
-        assert sent == {
-            kind: each * (max(1, passes) * forward.get(kind, 0) + backward[kind]) * slices for kind in backward
-        }
+        assert sent == {kind: each * (passes * forward.get(kind, 0) + backward[kind]) for kind in backward}
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_are_sent_repeatedly() -> None:
@@ -302,8 +285,6 @@ def test_what_a_schedule_keeps_under_way(schedule: str, grows: bool) -> None:
 
 
 def test_a_model_without_operations_is_refused() -> None:
-    from titan.errors import ConfigError
-
     job = job_of()
     vars(job)["spec"] = replace(job.spec, layer_ops=())
     with pytest.raises(ConfigError, match="has no operations; state them"):
@@ -316,7 +297,9 @@ def test_the_worked_layer_of_the_contract_adds_up() -> None:
     words += ("--model.ffn_dim", "2816", "--model.max_seq_len", "2048", "--data.seq_len", "2048")
     words += ("--train.micro_batch_size", "1", "--plugins.bf16.enabled", "true")
     costs = costs_of(job_of(*words))
-    flops = sum(_flops(op, costs.seq_len) for op in costs.layer)
+    products = (2 * op.inputs * op.outputs for op in costs.layer if isinstance(op, Matmul))
+    scores = (4 * costs.seq_len * op.heads * op.head_dim for op in costs.layer if isinstance(op, Attention))
+    flops = sum(products) + sum(scores)
     saved = [tensor for op in costs.layer for tensor in op.saved if tensor.kernels != "several"]
     numbers = [sum(tensor.numel for tensor in saved if tensor.itemsize == size) for size in (0, 4)]
     assert (flops, numbers) == (30_932_992, [17_920, 18])
@@ -325,12 +308,6 @@ def test_the_worked_layer_of_the_contract_adds_up() -> None:
     assert kept_by(sliced_.layer, sliced_, fused_norms=True) == 20_004 * 2_048
     for said in ("30,932,992", "17,920", "35,912", "73,547,776", "20,004"):
         assert said in (cost.__doc__ or ""), said
-
-
-def _flops(op: Operation, seq_len: int) -> int:
-    if isinstance(op, Matmul):
-        return 2 * op.inputs * op.outputs
-    return 4 * seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0
 
 
 CLIPPING = {
@@ -346,9 +323,8 @@ CLIPPING = {
 }
 
 
-@pytest.mark.parametrize("case", CLIPPING)
-def test_passes_over_gradients_for_norm_and_clipping(case: str) -> None:
-    words, passes = CLIPPING[case]
+@pytest.mark.parametrize(("words", "passes"), CLIPPING.values(), ids=CLIPPING)
+def test_passes_over_gradients_for_norm_and_clipping(words: tuple[str, ...], passes: int) -> None:
     job = job_of(*words)
     assert layout._clip_passes(job) == passes
     bare = layout._of_model(job)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.operations import Watch
 from titan.planner.dryrun.meta_tensors import MetaTensorMode
 from titan.planner.dryrun.work import attention_flops, flops_of
 from titan.plugins.attention import cpu_kernel
@@ -129,21 +129,15 @@ def _errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((one.double() - other).norm()) for one, other in zip(found, wanted, strict=True)]
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_further_from_exact_numbers_than_pytorch(shape: Shape, dtype: torch.dtype) -> None:
     tensors, documents = _tensors(shape, dtype)
     wanted = _plainly(shape, tensors, documents)
-    ours = _errors(_by_kernel(shape, tensors, documents), wanted)
-    theirs = _errors(_by_pytorch(shape, tensors, documents), wanted)
+    ours, theirs = (_errors(by(shape, tensors, documents), wanted) for by in (_by_kernel, _by_pytorch))
     # Gradients that are zero in exact numbers are a difference of two equal sums, which are not equal in all bits.
     least = [2e-7 * float(x.norm()) if x.norm() > 1e-6 else 1e-6 * x.numel() ** 0.5 for x in wanted]
-    assert all(own <= SLACK * other + tiny for own, other, tiny in zip(ours, theirs, least, strict=True)), (
-        ours,
-        theirs,
-    )
+    within = [own <= SLACK * other + tiny for own, other, tiny in zip(ours, theirs, least, strict=True)]
+    assert all(within), (ours, theirs)
 
 
 def test_bfloat16_by_the_kernel_of_float32_is_rounded_once(monkeypatch: pytest.MonkeyPatch, kernel: None) -> None:
@@ -167,8 +161,7 @@ def test_rows_that_see_only_themselves_return_their_value(sees: str, dtype: torc
     shape = Shape(2, 4, 2, 100, 32)
     tensors, _ = _tensors(shape, dtype)
     more = {"window": 1} if sees == "window" else {"documents": torch.arange(100).expand(2, -1)}
-    out, dq, dk, dv = _by(partial(cpu_attention, **more), tensors)
-    rounding = torch.finfo(dtype).eps
+    (out, dq, dk, dv), rounding = _by(partial(cpu_attention, **more), tensors), torch.finfo(dtype).eps
     exactly = 0.0 if dtype == torch.bfloat16 else 2 * rounding
     torch.testing.assert_close(out, tensors[2].repeat_interleave(2, 1), rtol=exactly, atol=0)
     assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
@@ -264,9 +257,6 @@ def test_a_machine_without_more_threads_computes_with_those_it_has(kernel: None)
     assert done.returncode == 0, done.stderr
 
 
-# --- operations -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_pytorch_finds_no_fault_in_the_operation(documents: bool, dtype: torch.dtype) -> None:
     tensors, ids = _tensors(Shape(2, 4, 2, 70, 32, documents=20 * documents), dtype)
@@ -282,18 +272,6 @@ def test_compiled_as_one_graph(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, _by(compiled, tensors), _by(operation, tensors)))
 
 
-class _Calls(TorchDispatchMode):
-    """Counts the forward operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is OPERATIONS[0]
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("selective", "calls"), [(True, 1), (False, 2)])
 def test_recomputation_keeps_the_result_if_it_is_told_to(selective: bool, calls: int, dtype: torch.dtype) -> None:
     def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
@@ -305,9 +283,10 @@ def test_recomputation_keeps_the_result_if_it_is_told_to(selective: bool, calls:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cpu_attention(q.sin(), k, v).cos()
 
-    with _Calls() as seen:
+    seen: list[bool] = []
+    with Watch(lambda function, *_: seen.append(function is OPERATIONS[0])):
         results = _by(partial(checkpoint, layer, use_reentrant=False, **more), tensors)
-    assert seen.count == calls
+    assert sum(seen) == calls
     assert all(map(torch.equal, results, _by(layer, tensors)))
 
 

@@ -27,86 +27,60 @@ LAYOUT = Layout(8, 8, RANKS)
 PAIRS = {LAYOUT.pair(a, b): (RANKS[a], RANKS[b]) for a, b in itertools.combinations(range(8), 2)}
 
 
-def found_in(seconds: dict[str, float], spreads: dict[str, float] | None = None, unit: str = "GB/s") -> list[str]:
+def work(name: str, seconds: dict[str, float], spreads: dict[str, float] | None = None, unit: str = "GB/s") -> Row:
+    spreads = {who: (spreads or {}).get(who, 0.05) for who in seconds}
+    return Row(kind="work", name=name, work=1.0, unit=unit, about={}, seconds=seconds, spreads=spreads)
+
+
+EQUAL, EQUAL_PAIRS = dict.fromkeys(RANKS, 1.0), dict.fromkeys(PAIRS, 1.0)
+THIRD = {pair: 2.0 if "rank 3" in ends else 1.0 for pair, ends in PAIRS.items()}
+ODD: dict[str, tuple[dict[str, float], dict[str, float], list[str]]] = {
+    "equal ranks": (EQUAL, {}, []),
+    "a slow half, found by the faster": (
+        EQUAL | dict.fromkeys(RANKS[4:], 1.6), {}, [f"{rank}: slow" for rank in RANKS[4:]]
+    ),
+    "two ranks": ({"rank 0": 1.0, "rank 1": 3.0}, {}, ["rank 1: slow"]),
+    "ranks that all differ": ({rank: 1 + 0.1 * number for number, rank in enumerate(RANKS)}, {}, []),
+    "slower by less than its repeats differ": (EQUAL | {"rank 5": 1.3}, dict.fromkeys(RANKS, 0.4), []),
+    "an unsteady pair": (EQUAL_PAIRS, {"rank 2 - rank 6": 0.8}, ["rank 2 - rank 6: unsteady"]),
+    "all pairs unsteady": (EQUAL_PAIRS, dict.fromkeys(PAIRS, 0.8), []),
+    "a slow pair": (EQUAL_PAIRS | {"rank 2 - rank 6": 4.0}, {}, ["rank 2 - rank 6: slow"]),
+    "a rank in place of its pairs": (THIRD, {}, ["rank 3, all 7 pairs: slow"]),
+    "a rank and another pair": (
+        THIRD | {"rank 0 - rank 1": 2.0}, {}, ["rank 3, all 7 pairs: slow", "rank 0 - rank 1: slow"]
+    ),
+    "a group without peers": ({"rank 0 to rank 7": 1.0}, {"rank 0 to rank 7": 9.0}, []),
+}  # fmt: skip
+
+
+def found_in(seconds: dict[str, float], spreads: dict[str, float], unit: str = "GB/s") -> list[str]:
     """What is odd where subjects take these times, in each of three sizes, with a little noise."""
     noise = random.Random(0)
     same = [
-        Row(
-            kind="work", name=f"size {size}", work=1.0, unit=unit, about={},
-            seconds={who: size * value * noise.uniform(0.98, 1.02) for who, value in seconds.items()},
-            spreads={who: (spreads or {}).get(who, 0.05) for who in seconds},
-        )
+        work(f"size {size}", {who: size * s * noise.uniform(0.98, 1.02) for who, s in seconds.items()}, spreads, unit)
         for size in (1, 10, 100)
-    ]  # fmt: skip
+    ]
     return [f"{finding.subject}: {finding.fault}" for finding in outliers(same, PAIRS)]
 
 
-# --- outliers -----------------------------------------------------------------------------------------------------
-
-
-def test_equal_ranks_are_not_odd() -> None:
-    assert found_in(dict.fromkeys(RANKS, 1.0)) == []
+@pytest.mark.parametrize(("seconds", "spreads", "odd"), ODD.values(), ids=ODD)
+def test_what_is_odd(seconds: dict[str, float], spreads: dict[str, float], odd: list[str]) -> None:
+    assert found_in(seconds, spreads) == odd
 
 
 @pytest.mark.parametrize(("factor", "unit", "odd"), [
     (1.3, "GB/s", True), (1.1, "GB/s", False), (0.5, "GB/s", False), (1.3, "us", False), (1.8, "us", True),
 ])  # fmt: skip
 def test_a_slow_rank_is_odd(factor: float, unit: str, odd: bool) -> None:
-    assert found_in({**dict.fromkeys(RANKS, 1.0), "rank 5": factor}, unit=unit) == ["rank 5: slow"] * odd
+    assert found_in({**EQUAL, "rank 5": factor}, {}, unit) == ["rank 5: slow"] * odd
 
 
-def test_slow_at_one_size_is_chance() -> None:
-    made = [
-        Row(kind="work", name=str(size), work=1.0, unit="GB/s", about={}, spreads=dict.fromkeys(RANKS, 0.0),
-            seconds={**dict.fromkeys(RANKS, 1.0), "rank 5": 2.0 if size == 1 else 1.0})
-        for size in range(3)
-    ]  # fmt: skip
+def test_slow_at_one_size_is_chance_and_how_slow_is_the_median_over_sizes() -> None:
+    made = [work(str(size), {**EQUAL, "rank 5": 2.0 if size == 1 else 1.0}) for size in range(3)]
     assert outliers(made, PAIRS) == []
-
-
-def test_a_slow_half_is_found_by_the_faster() -> None:
-    times = {rank: 1.0 if number < 4 else 1.6 for number, rank in enumerate(RANKS)}
-    assert found_in(times) == [f"{rank}: slow" for rank in RANKS[4:]]
-    assert found_in({"rank 0": 1.0, "rank 1": 3.0}) == ["rank 1: slow"]
-
-
-def test_how_slow_is_the_median_over_sizes() -> None:
-    made = [
-        Row(kind="work", name=str(times), work=1.0, unit="GB/s", about={}, spreads={"rank 0": 0.0, "rank 1": 0.0},
-            seconds={"rank 0": 1.0, "rank 1": times})
-        for times in (2.0, 9.0)
-    ]  # fmt: skip
-    [finding] = outliers(made, PAIRS)
+    [finding] = outliers([work(str(times), {"rank 0": 1.0, "rank 1": times}) for times in (2.0, 9.0)], PAIRS)
     assert (finding.subject, finding.by) == ("rank 1", pytest.approx(4.5))
     assert str(finding) == "rank 1: slow at work, takes 450% longer than its peers"
-
-
-def test_ranks_that_all_differ_are_not_odd() -> None:
-    assert found_in({rank: 1 + 0.1 * number for number, rank in enumerate(RANKS)}) == []
-
-
-def test_slower_by_less_than_its_repeats_differ_is_chance() -> None:
-    assert found_in({**dict.fromkeys(RANKS, 1.0), "rank 5": 1.3}, dict.fromkeys(RANKS, 0.4)) == []
-
-
-def test_an_unsteady_pair_is_odd() -> None:
-    pairs = dict.fromkeys(PAIRS, 1.0)
-    assert found_in(pairs, {"rank 2 - rank 6": 0.8}) == ["rank 2 - rank 6: unsteady"]
-    assert found_in(pairs, dict.fromkeys(PAIRS, 0.8)) == []
-
-
-def test_a_slow_pair_is_named_by_itself() -> None:
-    assert found_in({**dict.fromkeys(PAIRS, 1.0), "rank 2 - rank 6": 4.0}) == ["rank 2 - rank 6: slow"]
-
-
-def test_a_rank_is_named_in_place_of_all_its_pairs() -> None:
-    times = {pair: 2.0 if "rank 3" in ends else 1.0 for pair, ends in PAIRS.items()}
-    assert found_in(times) == ["rank 3, all 7 pairs: slow"]
-    assert found_in({**times, "rank 0 - rank 1": 2.0}) == ["rank 3, all 7 pairs: slow", "rank 0 - rank 1: slow"]
-
-
-def test_one_group_has_no_peers() -> None:
-    assert found_in({"rank 0 to rank 7": 1.0}, {"rank 0 to rank 7": 9.0}) == []
 
 
 def test_a_group_takes_as_long_as_its_slowest_rank() -> None:
@@ -117,21 +91,12 @@ def test_a_group_takes_as_long_as_its_slowest_rank() -> None:
     assert [(row.seconds, row.spreads) for row in made] == [({"a group": 3.0}, {"a group": 3.0})]
 
 
-# --- lines --------------------------------------------------------------------------------------------------------
-
-
-def test_a_line_has_its_latency_and_bandwidth() -> None:
+def test_a_line_has_its_latency_and_bandwidth_and_never_falls() -> None:
     points = [(3.0, size, 3 * 20e-6 + size / 10e9) for size in (1e3, 1e5, 1e7, 1e9)]
     assert line(points) == pytest.approx((20e-6, 1e-10), rel=1e-6)
-
-
-def test_a_line_never_falls() -> None:
     assert line([(1.0, 1e6, 2e-3), (1.0, 2e6, 1e-3)])[1] == 0.0
     latency, per_byte = line([(1.0, 1e3, 1e-7), (1.0, 1e6, 1.2e-4), (1.0, 1e7, 1.2e-3)])
     assert latency == 0.0 and per_byte == pytest.approx(1.16e-10, rel=0.05)
-
-
-# --- pairs and groups ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 5), (1, 8), (2, 4), (3, 1), (4, 2)])
@@ -161,9 +126,6 @@ def test_groups() -> None:
     assert Layout(1, 1, RANKS).groups() == {}
 
 
-# --- layers in pieces ---------------------------------------------------------------------------------------------
-
-
 def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter((9.0, 1.0, 25.0, 1.0))
     clock = SimpleNamespace(
@@ -176,9 +138,6 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
     assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
     assert all(reading.about == {"ranks": 2} for reading in found.values())
     assert not list(collective_overhead.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
-
-
-# --- the file -----------------------------------------------------------------------------------------------------
 
 
 def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
@@ -244,24 +203,15 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
         assert back.bandwidth_gb_s * back.p2p_efficiency == pytest.approx(message, rel=1e-3)
 
 
-def test_one_rank_has_no_links() -> None:
+def test_one_rank_has_no_links_and_copies_from_the_host_are_written() -> None:
     layout = Layout(1, 1, RANKS)
     rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
     table = cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")
     assert table["links"] == [] and "host_gb_s" not in table["device"]
-
-
-def test_copies_from_the_host_are_written() -> None:
-    layout = Layout(1, 1, RANKS)
-    rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
     seconds = {"rank 0": 0.1, "rank 1": 0.2, "rank 2": 0.4}
-    spreads = dict.fromkeys(seconds, 0.0)
-    rows_.append(Row(kind=FROM_HOST, name="a copy", work=4e9, unit="GB/s", about={}, seconds=seconds, spreads=spreads))
-    table = cluster_file.table(rows_, layout, torch.device("cpu"), "a GPU", "")
+    copies = Row(kind=FROM_HOST, name="a copy", work=4e9, unit="GB/s", about={}, seconds=seconds, spreads=seconds)
+    table = cluster_file.table([*rows_, copies], layout, torch.device("cpu"), "a GPU", "")
     assert cluster.from_table(table, "there").device.host_gb_s == 20.0
-
-
-# --- the command line ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("words", "said"), [

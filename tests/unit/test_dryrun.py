@@ -43,12 +43,17 @@ def test_one_rank() -> None:
     assert run.collectives == ()
 
 
-def test_components_are_all_of_it() -> None:
+def test_components_are_all_of_it_in_words_and_in_json() -> None:
     run = dry_run(_job(*TWO), 0)
     assert set(run.at_peak) == set(COMPONENTS)
     assert run.peak_bytes == sum(run.at_peak.values()) == max(point.bytes for point in run.timeline)
     assert 0 < len(run.timeline) <= 400
     assert 0.5 * run.peak_bytes < sum(each.bytes for each in run.top_allocations) <= run.peak_bytes
+    table = json.loads(json.dumps(run.as_json()))
+    assert table["peak_bytes"] == run.peak_bytes
+    assert table["collectives"][0]["axes"] == "dp_shard"
+    text = report(run)
+    assert "rank 0 of 2" in text and "reduce_scatter over dp_shard (2 ranks): 6 calls" in text
 
 
 def test_matrix_products_and_attention() -> None:
@@ -81,26 +86,18 @@ def test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product(
     assert selective.peak_by_component["saved"] < plain.peak_by_component["saved"]
 
 
-def test_recomputing_attention_repeats_one_of_its_products_and_saves_no_scores() -> None:
-    job = _job(*ONE, "--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
-    plain, run = dry_run(_job(*ONE, "--model.attention", "unfused"), 0), dry_run(job, 0)
-    tokens, costs = BATCH * SEQ, costs_of(job)
-    model, hardware = flops_per_token(costs)
+@pytest.mark.parametrize(("mode", "products"), [("attention", 1), ("selective", 2)])
+def test_recomputing_scores_repeats_products_of_attention_and_saves_no_scores(mode: str, products: int) -> None:
+    unfused = (*ONE, "--model.attention", "unfused")
+    job = _job(*unfused, "--plugins.activation_checkpoint.mode", mode)
+    plain, run = dry_run(_job(*unfused), 0), dry_run(job, 0)
+    tokens, (model, hardware) = BATCH * SEQ, flops_per_token(costs_of(job))
     assert plain.total_flops.recompute == 0
-    assert run.total_flops.recompute == tokens * LAYERS * 2 * SEQ * DIM == tokens * (hardware - model)
+    assert run.total_flops.recompute == tokens * LAYERS * products * 2 * SEQ * DIM == tokens * (hardware - model)
     saved = plain.peak_by_component["saved"] - run.peak_by_component["saved"]
     # In float32; beside the scores each layer's mask of S x S bytes goes, and one layer's come back in backward.
     scores = 4 * job.micro_batch * job.spec.n_heads * SEQ * SEQ
-    assert (LAYERS - 1) * scores <= saved <= LAYERS * (scores + SEQ * SEQ)
-
-
-def test_selective_mode_repeats_both_products_of_attention_that_writes_its_scores() -> None:
-    job = _job(*ONE, "--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "selective")
-    plain, run = dry_run(_job(*ONE, "--model.attention", "unfused"), 0), dry_run(job, 0)
-    model, hardware = flops_per_token(costs_of(job))
-    assert run.total_flops.recompute == BATCH * SEQ * (hardware - model) == BATCH * SEQ * LAYERS * 4 * SEQ * DIM
-    scores = 4 * job.micro_batch * job.spec.n_heads * SEQ * SEQ
-    assert plain.peak_by_component["saved"] - run.peak_by_component["saved"] >= (LAYERS - 1) * scores
+    assert (LAYERS - 1) * scores <= saved and (mode == "selective" or saved <= LAYERS * (scores + SEQ * SEQ))
 
 
 def test_shards_and_what_is_gathered() -> None:
@@ -109,9 +106,8 @@ def test_shards_and_what_is_gathered() -> None:
     assert run.parameters == pytest.approx(PARAMETERS / 2, rel=1e-3)
     assert run.at_peak["gathered"] == pytest.approx(4 * PARAMETERS, rel=1e-3)
     assert run.at_peak["gradients"] == 4 * PARAMETERS
-    units = LAYERS + 2  # each layer, the embeddings, the head
     calls, sent = _sent(run, "reduce_scatter", "dp_shard")
-    assert calls == units
+    assert calls == LAYERS + 2  # each layer, the embeddings, the head
     assert sent == pytest.approx(4 * PARAMETERS, rel=1e-3)
     layer = 4 * (LAYER + 2 * DIM)
     assert [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)] == [LAYERS]
@@ -124,8 +120,7 @@ def test_zero_1_gathers_the_head_once_however_many_micro_batches() -> None:
 
 
 def test_zero_3_gathers_for_every_use_and_keeps_a_unit_or_two() -> None:
-    run = dry_run(_job(*TWO, "--plugins.fsdp.zero_stage", "3"), 0)
-    micro_batches = 2
+    run, micro_batches = dry_run(_job(*TWO, "--plugins.fsdp.zero_stage", "3"), 0), 2
     layer = 4 * (LAYER + 2 * DIM)
     gathers = [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)]
     assert gathers == [micro_batches * 2 * LAYERS]
@@ -150,10 +145,8 @@ def test_tensor_parallel_sends_eight_times_a_layer() -> None:
     run = dry_run(_job(*ONE, "--mesh.tp", "2"), 1)
     micro_batches, hidden = 4, 2 * SEQ * DIM * 4
     calls, sent = _sent(run, "all_gather", "tp")
-    assert calls == micro_batches * (
-        4 * LAYERS + 2
-    )  # forward 2, backward 2 per layer; the head, and the embeddings' backward
-    assert sent == calls * hidden
+    # Forward 2, backward 2 per layer; the head, and the embeddings' backward.
+    assert calls == micro_batches * (4 * LAYERS + 2) and sent == calls * hidden
     assert run.total_flops.forward == pytest.approx(dry_run(_job(*ONE), 0).total_flops.forward / 2, rel=1e-3)
     assert run.steady["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=1e-2)
 
@@ -164,18 +157,13 @@ def test_pipeline(rank: int) -> None:
     hidden, micro_batches = SEQ * DIM * 4, 8
     assert run.stages == (rank,)
     sent = [c for c in run.collectives if c.axes == "pp" and c.bytes == hidden]
-    assert sorted((c.kind, c.count, c.group_size) for c in sent) == [
-        ("recv", micro_batches, 2),
-        ("send", micro_batches, 2),
-    ]
+    both = [(c.kind, c.count, c.group_size) for c in sent]
+    assert sorted(both) == [(kind, micro_batches, 2) for kind in ("recv", "send")]
     assert run.at_peak["communication"] >= micro_batches * hidden  # torch keeps a buffer for each
     assert run.peak.micro_batch >= 0
-
-
-def test_a_schedule_that_splits_the_backward() -> None:
-    words = (*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1", "--plugins.pipeline.schedule", "ZBVZeroBubble")
-    run = dry_run(_job(*words, "--plugins.bf16.enabled", "true"), 0)
-    assert run.stages == (0, 3)
+    split = ("--plugins.pipeline.schedule", "ZBVZeroBubble", "--plugins.bf16.enabled", "true")
+    run = dry_run(_job(*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1", *split), rank)
+    assert run.stages == (rank, 3 - rank)
     assert run.peak_by_component["gradients"] >= 4 * run.parameters
 
 
@@ -188,36 +176,20 @@ def test_norms_as_on_a_gpu_save_less_and_send_the_same() -> None:
     assert fused.total_flops == plain.total_flops
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     before = torch.UntypedStorage.resize_, F.rms_norm
     runs = [dry_run(_job("--mesh.dp_shard", str(ranks)), ranks - 1) for ranks in (4, 2, 4)]
     assert not dist.is_initialized()
     assert (torch.UntypedStorage.resize_, F.rms_norm) == before
     assert runs[0] == runs[2] != runs[1]
     assert torch.ones(2).sum().item() == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_in_one_process_do_not_share_shapes() -> None:
     """An uneven vocabulary gives ranks of equal meshes other shapes."""
     first, last = (dry_run(_job(*ONE, "--mesh.tp", "2"), rank) for rank in (0, 1))
     assert first.parameters - last.parameters == 2 * DIM
-
-
-def test_a_rank_that_is_not() -> None:
     with pytest.raises(ConfigError, match="rank 2: must be from 0 to 1"):
         dry_run(_job(*TWO), 2)
-
-
-def test_in_words_and_in_json() -> None:
-    run = dry_run(_job(*TWO), 0)
-    table = json.loads(json.dumps(run.as_json()))
-    assert table["peak_bytes"] == run.peak_bytes
-    assert table["collectives"][0]["axes"] == "dp_shard"
-    text = report(run)
-    assert "rank 0 of 2" in text and "reduce_scatter over dp_shard (2 ranks): 6 calls" in text
-
-
-def test_no_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dry_run(_job(*ONE), 0)
-    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """Stacks of linears, experts behind a router, losses beside the objective, and what keeps experts equally busy."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ COUNTS = torch.tensor([3, 0, 5, 0])
 UPDATED, SKIPPED = torch.tensor(True), torch.tensor(False)
 
 
-def _stack(inputs: int = 16, outputs: int = 8) -> StackedLinear:
-    linear = StackedLinear(len(COUNTS), inputs, outputs)
-    nn.init.normal_(linear.weight)
-    return linear
+def _drawn(module: nn.Module, std: float = 1.0) -> Any:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
 
 
 def test_each_row_passes_the_linear_of_its_expert() -> None:
-    linear, rows = _stack(), torch.randn(8, 16)
+    linear, rows = _drawn(StackedLinear(len(COUNTS), 16, 8)), torch.randn(8, 16)
     of = torch.arange(len(COUNTS)).repeat_interleave(COUNTS)
     wanted = torch.stack([linear.weight[e] @ row for e, row in zip(of, rows, strict=True)])
     torch.testing.assert_close(linear(rows, COUNTS), wanted)
@@ -44,8 +45,10 @@ def test_gradients_of_a_stack(counts: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_kernel_and_a_loop_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is CUDA's, but PyTorch has it on CPUs too."""
-    linear, rows = _stack().to(dtype), torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    linear = _drawn(StackedLinear(len(COUNTS), 16, 8)).to(dtype)
+    rows = torch.randn(8, 16, dtype=dtype, requires_grad=True)
     found = []
+    assert not layers._has_kernel(rows), "on a CPU"
     for has_kernel in (False, True):
         monkeypatch.setattr(layers, "_has_kernel", lambda *tensors, has=has_kernel: has)
         rows.grad = linear.weight.grad = None
@@ -56,19 +59,8 @@ def test_one_kernel_and_a_loop_agree(dtype: torch.dtype, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other)
 
 
-def test_no_kernel_on_a_cpu_nor_for_odd_widths() -> None:
-    assert not layers._has_kernel(torch.randn(8, 16, dtype=torch.bfloat16))
-
-
-def _experts() -> Experts:
-    experts = Experts(4, 6, 5)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter)
-    return experts
-
-
 def test_a_token_gets_the_weighted_sum_of_its_experts() -> None:
-    experts, x = _experts(), torch.randn(7, 6)
+    experts, x = _drawn(Experts(4, 6, 5)), torch.randn(7, 6)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
     weights = torch.rand(7, 2)
     w1, w2, w3 = experts.w1.weight, experts.w2.weight, experts.w3.weight
@@ -76,18 +68,14 @@ def test_a_token_gets_the_weighted_sum_of_its_experts() -> None:
     def expert(e: int, token: Tensor) -> Tensor:
         return w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))
 
-    wanted = torch.stack(
-        [
-            sum(weights[t, i] * expert(int(chosen[t, i]), x[t]) for i in range(2))  # type: ignore[misc]
-            for t in range(7)
-        ]
-    )
+    rows = [sum(weights[t, i] * expert(int(chosen[t, i]), x[t]) for i in range(2)) for t in range(7)]
+    wanted = torch.stack(rows)  # type: ignore[arg-type]
     torch.testing.assert_close(experts(x, chosen, weights), wanted)
     assert experts.computed == 14
 
 
 def test_two_techniques_cannot_both_replace_experts() -> None:
-    experts = _experts()
+    experts = _drawn(Experts(4, 6, 5))
     experts.use(experts.compute, "first")
     with pytest.raises(PluginError, match="techniques first and second both replace what experts compute"):
         experts.use(experts.compute, "second")
@@ -165,10 +153,7 @@ def test_padding_takes_no_part_in_counts_entropies_and_gradients(router: str, ba
 
 def _model(**config: object) -> tuple[MixtureOfExperts, nn.Module]:
     model = MixtureOfExperts(MixtureConfig(n_layers=2, dim=16, n_heads=2, vocab_size=11, expert_dim=8, **config))  # type: ignore[arg-type]
-    module = model.build()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model, module
+    return model, _drawn(model.build(), 0.3)
 
 
 def test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone() -> None:
@@ -213,6 +198,9 @@ def test_rows_of_metrics_name_the_layers_that_have_experts() -> None:
     nats, tokens_seen = found["layers.1.router_entropy"].tolist()
     assert tokens_seen == 12 and 0 < nats < 12 * torch.tensor(4.0).log()
     assert model.measure(module)["layers.1.dropped_share"].tolist() == [0, 0]  # counted since the last row
+    module.eval()(tokens, torch.arange(6).expand(2, 6))
+    ffn = module.layers["1"].ffn
+    assert not ffn.router.counts.any() and not ffn.router.entropy.any() and not ffn.experts.computed
 
 
 def test_a_skipped_step_moves_no_bias_and_leaves_no_trace_in_rows() -> None:
@@ -235,24 +223,13 @@ def test_a_skipped_step_moves_no_bias_and_leaves_no_trace_in_rows() -> None:
     assert found["layers.0.dropped_share"].tolist() == [0, 48], "rows of both steps are computed"
 
 
-def test_an_evaluated_mixture_counts_nothing() -> None:
-    _, module = _model(n_experts=4)
-    module.eval()
-    module(torch.randint(0, 11, (2, 6)), torch.arange(6).expand(2, 6))
-    router = module.layers["0"].ffn.router
-    assert not router.counts.any() and not router.entropy.any() and not module.layers["0"].ffn.experts.computed
-
-
 def test_parameters_are_those_of_the_spec() -> None:
     for dense, shared, balance in itertools.product((0, 1), (0, 2), ("bias", "none")):
         model, module = _model(n_dense_layers=dense, n_shared_experts=shared, balance=balance, n_experts=4)
         spec = model.spec()
         assert spec.params == sum(p.numel() for p in module.parameters())
-        spec.check_names(
-            (name for name, _ in module.named_modules()),
-            (name for name, _ in module.named_parameters()),
-            (name for name, _ in module.named_buffers(remove_duplicate=False)),
-        )
+        named = module.named_modules(), module.named_parameters(), module.named_buffers(remove_duplicate=False)
+        spec.check_names(*([name for name, _ in each] for each in named))
 
 
 @pytest.mark.parametrize(
@@ -276,9 +253,8 @@ def test_sizes_that_cannot_work(config: dict[str, object], told: str) -> None:
 def test_published_sizes(preset: str, total: float, active: float) -> None:
     """Parameters, as their reports have them; active ones are those that a token passes, with both tables."""
     model = MixtureOfExperts(MixtureConfig(**MixtureOfExperts.presets[preset]))
-    spec = model.spec()
-    assert spec.params == pytest.approx(total, rel=2e-3)
-    assert spec.active_params == pytest.approx(active, rel=5e-3)
+    assert model.spec().params == pytest.approx(total, rel=2e-3)
+    assert model.spec().active_params == pytest.approx(active, rel=5e-3)
 
 
 def test_a_hugging_face_folder_of_another_architecture() -> None:
@@ -294,10 +270,7 @@ def test_a_hugging_face_folder_of_another_architecture() -> None:
 
 
 def test_shared_experts_are_passed_by_every_token() -> None:
-    config = MixtureConfig(dim=16, n_experts=4, expert_dim=8, n_shared_experts=2)
-    mixture = Mixture(config)
-    for parameter in mixture.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    mixture = _drawn(Mixture(MixtureConfig(dim=16, n_experts=4, expert_dim=8, n_shared_experts=2)), 0.3)
     x = torch.randn(1, 3, 16)
     whole = mixture(x)
     nn.init.zeros_(mixture.experts.w2.weight)

@@ -27,7 +27,6 @@ from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
 from titan.plugins.precision.float8 import Float8, Float8Config
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MX = ("mxfp8", "mxfp8_with_gw_hp")
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 256}
@@ -54,23 +53,26 @@ def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
 
 
 def converted(module: nn.Module) -> dict[str, Any]:
-    return {name: found for name, found in module.named_modules() if type(found).__name__ == "Float8Linear"}
-
-
-def linears(module: nn.Module) -> dict[str, Any]:
-    """Converted linears, in float8 or MXFP8."""
+    """Linears in float8 or MXFP8."""
     names = ("Float8Linear", "MXFP8Linear")
     return {name: found for name, found in module.named_modules() if type(found).__name__ in names}
+
+
+@pytest.fixture(autouse=True)
+def _torchao(request: pytest.FixtureRequest) -> None:
+    if find_spec("torchao") is None and "without_torchao" not in request.node.name:
+        pytest.skip("torchao is not installed")
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Tensor:
     raise NotImplementedError("no such product here")
 
 
-# --- what is converted --------------------------------------------------------------------------------------------
+def said_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelname in ("DEBUG", "WARNING") for record in caplog.records)
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-@needs_torchao
 def test_the_linears_of_layers_are_converted_and_nothing_is_renamed() -> None:
     model = Llama(LlamaConfig(**SIZES))
     with torch.device("meta"):
@@ -80,21 +82,21 @@ def test_the_linears_of_layers_are_converted_and_nothing_is_renamed() -> None:
     assert [(name, p.shape, p.dtype, p.device) for name, p in module.named_parameters()] == before
 
 
-@needs_torchao
 def test_what_the_filter_names_and_what_is_uneven_stays() -> None:
     kept = convert(filter=("layers.*.attn.wo", "layers.1.ffn.*"))
     assert converted(kept).keys() == {n for n in LINEARS if not n.endswith("wo") and not n.startswith("layers.1.ffn")}
     assert converted(convert({"ffn_dim": 120})).keys() == {name for name in LINEARS if "attn" in name}
 
 
-@needs_torchao
 def test_weights_are_cast_before_the_gather_only_where_asked_for() -> None:
     for gather in (False, True):
         kinds = {type(linear.weight.data).__name__ for linear in converted(convert(fsdp_all_gather=gather)).values()}
         assert kinds == ({"WeightWithDynamicFloat8CastTensor"} if gather else {"Tensor"})
+    # A loss that makes the gradients itself computes with parameters of its own: the head is gathered as it is.
+    head = converted(convert(head=True, fsdp_all_gather=True))["output"]
+    assert type(head.weight.data) is Tensor and head.config.pad_inner_dim
 
 
-@needs_torchao
 def test_products_are_emulated_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def emulated(**options: Any) -> set[bool]:
         return {linear.config.emulate for linear in converted(convert(**options)).values()}
@@ -105,7 +107,6 @@ def test_products_are_emulated_where_the_device_has_none(monkeypatch: pytest.Mon
     assert emulated(emulate="auto") == {True}
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) -> None:
     import torch._inductor.config as inductor
@@ -117,22 +118,13 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
             assert inductor.emulate_precision_casts is expected
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", [*RECIPES, *MX])
 def test_the_head_is_converted_on_request(recipe: Any) -> None:
-    assert "output" not in linears(convert(recipe=recipe, emulate="always"))
-    found = linears(convert({"vocab_size": 320}, recipe=recipe, head=True, emulate="always"))
+    assert "output" not in converted(convert(recipe=recipe, emulate="always"))
+    found = converted(convert({"vocab_size": 320}, recipe=recipe, head=True, emulate="always"))
     assert found.keys() == {*LINEARS, "output"}
 
 
-@needs_torchao
-def test_a_head_is_gathered_in_the_runs_precision() -> None:
-    """A loss that makes the gradients itself computes with parameters of its own."""
-    head = linears(convert(head=True, fsdp_all_gather=True))["output"]
-    assert type(head.weight.data) is Tensor and head.config.pad_inner_dim
-
-
-@needs_torchao
 @pytest.mark.parametrize("recipe", [*RECIPES, *MX])
 def test_a_head_projects_any_number_of_tokens(recipe: Any) -> None:
     """With the products of this CPU where it has them: their sizes are checked there."""
@@ -151,19 +143,12 @@ def test_a_head_projects_any_number_of_tokens(recipe: Any) -> None:
     assert error(module.output.weight.grad.float(), expected) < 0.1
 
 
-@needs_torchao
-def test_a_device_without_products_is_told_or_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_without_products_is_told_or_refused(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", _refuse)
     convert(emulate="auto")
-    warnings = [record for record in caplog.records if record.levelname != "DEBUG"]  # which an earlier run may log too
-    assert [(record.levelname, record.message) for record in warnings] == [
-        (
-            "WARNING",
-            "float8 makes this run slower: products are emulated in float32, as they need a GPU of CUDA capability 8.9 "
-            "or higher and this device is a cpu; remove [plugins.float8] for speed",
-        )
+    assert said_in(caplog) == [
+        "float8 makes this run slower: products are emulated in float32, as they need a GPU of CUDA capability 8.9 or "
+        "higher and this device is a cpu; remove [plugins.float8] for speed",
     ]
     with pytest.raises(ConfigError) as refused:
         convert(emulate="never")
@@ -173,16 +158,14 @@ def test_a_device_without_products_is_told_or_refused(
     )
 
 
-@needs_torchao
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_a_cpu_has_products_of_tensors_and_rows(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cpu_has_products_of_tensors_and_rows(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     """What docs/design.md says of PyTorch 2.13."""
     convert(recipe=recipe, emulate="never")
     convert(recipe=recipe, emulate="auto")
-    assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == []
+    assert said_in(caplog) == []
 
 
-@needs_torchao
 @pytest.mark.parametrize("emulate", ["auto", "never"])
 def test_mxfp8_is_refused_on_a_device_without_it(emulate: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs .* 10\.0 or higher, in bf16, but this device is a cpu; use another"):
@@ -190,16 +173,12 @@ def test_mxfp8_is_refused_on_a_device_without_it(emulate: Any) -> None:
     convert(recipe="mxfp8", emulate="always")
 
 
-@needs_torchao
 def test_a_gpu_of_less_capability_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     said = float8._lacks(replace(context(Llama(LlamaConfig(**SIZES)).spec()), mesh=gpu), Float8Config(recipe="mxfp8"))
     assert said == "a NVIDIA H100 of capability 9.0"
-
-
-# --- what is recomputed -------------------------------------------------------------------------------------------
 
 
 class Count(TorchDispatchMode):
@@ -235,7 +214,6 @@ def inputs() -> Tensor:
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_selective_recomputation_repeats_no_product_and_no_maximum(recipe: str) -> None:
     """Two linears have four products in a backward; each needs maxima of its own, which no forward has."""
@@ -250,7 +228,6 @@ def test_selective_recomputation_repeats_no_product_and_no_maximum(recipe: str) 
     assert maxima[False] - maxima[True] == 4, "x and W of two linears"
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", sweep_but(RECIPES, "rowwise"))
 def test_nor_does_it_where_it_is_compiled(recipe: str) -> None:
     found = {}
@@ -272,47 +249,42 @@ def test_nor_does_it_where_it_is_compiled(recipe: str) -> None:
     assert found[False] - found[True] == (2 if recipe == "tensorwise" else 0), found
 
 
-# --- the products -------------------------------------------------------------------------------------------------
-
-
 def _has_products(recipe: Any) -> bool:
     spec = Llama(LlamaConfig(**SIZES)).spec()
     return not float8._lacks(context(spec), Float8Config(recipe=recipe))
 
 
 def products(recipe: str, dtype: torch.dtype, emulate: bool, device: str = "cpu") -> list[Tensor]:
-    """y, dL/dx and dL/dW of one linear in float8, and an outlier in one row of x."""
+    """y, dL/dx and dL/dW of one linear in float8."""
     torchao = float8._torchao()
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-    generator = torch.Generator().manual_seed(3)
-    weight, x, gradient = (torch.randn(*size, generator=generator) for size in ((48, 64), (32, 64), (32, 48)))
-    x[0] *= 1e5
-    linear = nn.Linear(64, 48, bias=False)
-    linear.weight = nn.Parameter(weight.to(device, dtype))
+    weight, x, gradient = (tensor.to(device, dtype) for tensor in operands())
+    linear = nn.Linear(64, 96, bias=False)
+    linear.weight = nn.Parameter(weight)
     linear = torchao.convert_to_float8_training(linear, config=replace(config, emulate=emulate))
-    x = x.to(device, dtype).requires_grad_()
-    y = linear(x)
-    y.backward(gradient.to(device, dtype))
+    y = linear(x.requires_grad_())
+    y.backward(gradient)
     assert x.grad is not None and linear.weight.grad is not None
     return [y.detach().float(), x.grad.float(), linear.weight.grad.float()]
 
 
-def exact() -> list[Tensor]:
+def operands() -> list[Tensor]:
+    """The weight, x and the gradient of y of a linear, with an outlier in one row of x."""
     generator = torch.Generator().manual_seed(3)
-    weight, x, gradient = (torch.randn(*size, generator=generator) for size in ((48, 64), (32, 64), (32, 48)))
+    weight, x, gradient = (torch.randn(*size, generator=generator) for size in ((96, 64), (32, 64), (32, 96)))
     x[0] *= 1e5
-    return [x @ weight.T, gradient @ weight, gradient.T @ x]
+    return [weight, x, gradient]
 
 
 def error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_those_of_numbers_with_three_digits(recipe: str) -> None:
     """e4m3 rounds by 1 in 16 at most, e5m2 by 1 in 8; sums of many errors are smaller, and none is no float8."""
-    got, expected = products(recipe, torch.float32, emulate=True), exact()
+    weight, x, gradient = operands()
+    got, expected = products(recipe, torch.float32, emulate=True), [x @ weight.T, gradient @ weight, gradient.T @ x]
     errors = [error(g, e) for g, e in zip(got, expected, strict=True)]
     high = recipe == "rowwise_with_gw_hp"
     assert all(1e-3 < one < 0.08 for one in (errors[:2] if high else errors)), errors
@@ -322,7 +294,6 @@ def test_products_are_those_of_numbers_with_three_digits(recipe: str) -> None:
     assert spoilt > 0.1 if recipe == "tensorwise" else spoilt < 0.05, spoilt
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_products_of_the_device_are_the_emulated_ones(recipe: str, device: str) -> None:
@@ -340,13 +311,10 @@ def in_blocks(tensor: Tensor) -> Tensor:
     return ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
 
 
-@needs_torchao
 @pytest.mark.parametrize("recipe", MX)
 def test_products_in_blocks_are_those_of_plain_arithmetic(recipe: Any) -> None:
     """Each operand in blocks along the sum of its product: rows of x and W, columns of W and g, tokens of g and x."""
-    generator = torch.Generator().manual_seed(3)
-    weight, x, g = (torch.randn(*size, generator=generator) for size in ((96, 64), (32, 64), (32, 96)))
-    x[0] *= 1e5
+    weight, x, g = operands()
     layer = nn.Sequential(nn.Linear(64, 96, bias=False))
     layer[0].weight = nn.Parameter(weight)
     float8._convert(layer, {"0"}, Float8Config(recipe=recipe), emulate=True)
@@ -359,8 +327,6 @@ def test_products_in_blocks_are_those_of_plain_arithmetic(recipe: Any) -> None:
         assert error(got.detach().double(), plain) < 1e-6
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
 BASE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value)) if key != "vocab_size"]
 
 
@@ -372,7 +338,6 @@ def sentences(*words: str, ranks: int = 1) -> list[str]:
     return []
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -400,15 +365,13 @@ def _imported(node: ast.AST) -> list[str]:
     return [str(node.module).partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
 
 
-@needs_torchao
 def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
     asked = ("--plugins.float8.fsdp_all_gather", "true")
     needs = "fsdp_all_gather needs [plugins.fsdp]; add that table"
     assert sentences(*asked) == [needs]
     assert sentences(*asked, "--mesh.dp_replicate", "2", ranks=2) == [needs]
-    assert sentences(*asked, "--plugins.float8.recipe", "rowwise", "--mesh.dp_shard", "2", ranks=2) == [
-        "fsdp_all_gather needs recipe = \"tensorwise\": with 'rowwise' a shard has many scales"
-    ]
+    many = "fsdp_all_gather needs recipe = \"tensorwise\": with 'rowwise' a shard has many scales"
+    assert sentences(*asked, "--plugins.float8.recipe", "rowwise", "--mesh.dp_shard", "2", ranks=2) == [many]
     sharded = (*asked, "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3")
     assert sentences(*sharded, "--plugins.offload.parameters", "true", ranks=2) == [
         "fsdp_all_gather scales shards on the device; set it to false, or: [plugins.offload] parameters = true keeps "
@@ -417,8 +380,7 @@ def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
     assert sentences(*sharded, "--plugins.offload.optimizer", "true", ranks=2) == []
 
 
-@needs_torchao
-def test_slices_must_come_out_even_and_the_nearest_degree_is_named() -> None:
+def test_sizes_must_come_out_even_and_the_nearest_degree_is_named() -> None:
     words = ("--mesh.tp", "4", "--model.n_kv_heads", "4", "--model.ffn_dim", "96")
     assert sentences(*words, ranks=4) == [
         f"layers.*.ffn.{name}: 96 {side} features over mesh.tp = 4 must be a multiple of 16 per rank; nearest that "
@@ -426,15 +388,10 @@ def test_slices_must_come_out_even_and_the_nearest_degree_is_named() -> None:
         for name, side in (("w1", "output"), ("w2", "input"), ("w3", "output"))
     ]
     assert sentences(*words, "--plugins.float8.filter", "layers.*.ffn.*", ranks=4) == []
-
-
-@needs_torchao
-def test_tokens_of_a_micro_batch_must_come_out_even_for_gradients_in_float8() -> None:
     (sentence,) = sentences("--data.seq_len", "12", "--train.micro_batch_size", "2")
     assert sentence.startswith("a micro batch of 2 x 12 tokens is 24 per rank, no multiple of 16")
 
 
-@needs_torchao
 def test_a_filter_must_name_something_and_leave_something() -> None:
     assert sentences("--plugins.float8.filter", "layers.*.attn.wx") == [
         "filter names 'layers.*.attn.wx', which matches no linear module of a layer (did you mean 'layers.*.attn.wv'?)"
@@ -446,12 +403,10 @@ def test_a_filter_must_name_something_and_leave_something() -> None:
 HEAD = ("--plugins.float8.head", "true")
 
 
-@needs_torchao
 def test_a_head_must_be_of_its_own_plain_and_even() -> None:
     assert sentences(*HEAD, "--model.vocab_size", "320", "--mesh.tp", "2", ranks=2) == []
-    assert sentences(*HEAD, "--model.vocab_size", "320", "--model.tied", "true") == [
-        "head = true needs a head of its own, but output.weight is embed.weight; untie them, or set head = false"
-    ]
+    tied = "head = true needs a head of its own, but output.weight is embed.weight; untie them, or set head = false"
+    assert sentences(*HEAD, "--model.vocab_size", "320", "--model.tied", "true") == [tied]
     assert sentences(*HEAD) == [
         "head = true: output has 64 x 257 features, which must be multiples of 16; nearest [model] vocab_size that "
         "fits: 256 or 272, or set head = false"
@@ -463,12 +418,10 @@ def test_a_head_must_be_of_its_own_plain_and_even() -> None:
     capped = nn.Linear(64, 320)
     capped.__class__ = type("CappedLinear", (nn.Linear,), {})
     spec = Llama(LlamaConfig(**(SIZES | {"vocab_size": 320}))).spec()
-    assert Float8(Float8Config(head=True))._wrong_head(capped, spec) == (
-        "head = true needs output to be an nn.Linear, but it is a CappedLinear; set head = false"
-    )
+    told = "head = true needs output to be an nn.Linear, but it is a CappedLinear; set head = false"
+    assert Float8(Float8Config(head=True))._wrong_head(capped, spec) == told
 
 
-@needs_torchao
 def test_blocks_of_32_must_come_out_even() -> None:
     mx = ("--plugins.float8.recipe", "mxfp8", "--plugins.float8.emulate", "always")
     assert sentences(*mx) == []
@@ -477,6 +430,5 @@ def test_blocks_of_32_must_come_out_even() -> None:
     assert sentence.endswith('recipe = "mxfp8_with_gw_hp"')
     refused = sentences(*mx, "--mesh.tp", "4", "--model.n_kv_heads", "4", ranks=4)
     assert refused[0].startswith("layers.*.attn.wq: 64 output features over mesh.tp = 4 must be a multiple of 32")
-    assert sentences(*mx, "--plugins.float8.fsdp_all_gather", "true", "--mesh.dp_shard", "2", ranks=2) == [
-        "fsdp_all_gather needs recipe = \"tensorwise\": with 'mxfp8' a shard has many scales"
-    ]
+    many = "fsdp_all_gather needs recipe = \"tensorwise\": with 'mxfp8' a shard has many scales"
+    assert sentences(*mx, "--plugins.float8.fsdp_all_gather", "true", "--mesh.dp_shard", "2", ranks=2) == [many]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.huggingface import plugin
 from tests.logits import logits_of
 from titan.commands import generate
 from titan.contracts import BuildContext, Delimiters, Model, ModelPart
@@ -23,29 +24,21 @@ from titan.inference import generation
 from titan.inference.cache import Cache, cores_of
 from titan.inference.generation import Sampling, Text, Words
 from titan.layers.attention import AttentionCore
-from titan.plugins.models.bloom import Bloom, BloomConfig
-from titan.plugins.models.gemma import Gemma, GemmaConfig
-from titan.plugins.models.gpt import Gpt, GptConfig
-from titan.plugins.models.llama import Llama, LlamaConfig
-from titan.plugins.models.neox import Neox, NeoxConfig
-from titan.plugins.models.olmo2 import Olmo2, Olmo2Config
-from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.tokenizers.byte import END, Byte
-from titan.plugins.tokenizers.byte import Config as ByteConfig
 from titan.training.engine import SequentialEngine, Strict
 
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 24}
 MODELS: dict[str, Model] = {
-    "llama": Llama(LlamaConfig(**SIZES)),
-    "llama, grouped": Llama(LlamaConfig(**SIZES, n_kv_heads=2)),
-    "llama, window": Llama(LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=5)),
-    "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
-    "gpt, dropout": Gpt(GptConfig(**SIZES, dropout=0.5)),
-    "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
-    "olmo2, grouped": Olmo2(Olmo2Config(**SIZES, n_kv_heads=2)),
-    "bloom, grouped": Bloom(BloomConfig(**{**SIZES, "dim": 64, "n_heads": 8}, n_kv_heads=4)),
-    "gemma, grouped": Gemma(GemmaConfig(**SIZES, n_kv_heads=2, head_dim=12, sliding_window=5, query_scale=7)),
-    "neox, grouped": Neox(NeoxConfig(**SIZES, n_kv_heads=2, rotary_pct=0.5)),
+    "llama": plugin("llama", **SIZES),
+    "llama, grouped": plugin("llama", **SIZES, n_kv_heads=2),
+    "llama, window": plugin("llama", **SIZES, n_kv_heads=2, sliding_window=5),
+    "gpt, grouped": plugin("gpt", **SIZES, n_kv_heads=2),
+    "gpt, dropout": plugin("gpt", **SIZES, dropout=0.5),
+    "qwen3, grouped": plugin("qwen3", **SIZES, n_kv_heads=2, head_dim=12),
+    "olmo2, grouped": plugin("olmo2", **SIZES, n_kv_heads=2),
+    "bloom, grouped": plugin("bloom", **{**SIZES, "dim": 64, "n_heads": 8}, n_kv_heads=4),
+    "gemma, grouped": plugin("gemma", **SIZES, n_kv_heads=2, head_dim=12, sliding_window=5, query_scale=7),
+    "neox, grouped": plugin("neox", **SIZES, n_kv_heads=2, rotary_pct=0.5),
 }
 PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
@@ -65,16 +58,9 @@ def context(model: Model, module: nn.Module) -> BuildContext:
     mesh, spec = Mesh(Layout((), {}), torch.device("cpu"), 0), model.spec()
     if isinstance(module, Forgetful):
         spec = replace(spec, attention=())
-    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), spec=spec)
-    made: Any = {
-        "job": job,
-        "mesh": mesh,
-        "spec": spec,
-        "techniques": (),
-        "precision": None,
-        "parts": [ModelPart(module)],
-    }
-    return BuildContext(**made)
+    job = SimpleNamespace(tokenizer=Byte(Byte.Config()), data=SimpleNamespace(seq_len=16), spec=spec)
+    nothing: Any = None
+    return BuildContext(job, mesh, spec, precision=nothing, parts=[ModelPart(module)])  # type: ignore[arg-type]
 
 
 def run(
@@ -94,9 +80,6 @@ class Forgetful(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         self.tokens += x.shape[1]
         return self.module(x, positions, documents)  # type: ignore[no-any-return]
-
-
-# --- prompts ------------------------------------------------------------------------------------------------------
 
 
 def read_prompts(content: bytes, path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -129,9 +112,6 @@ def test_a_prompt_file_that_git_lfs_has_not_fetched_is_refused(tmp_path: Path, m
     assert read_prompts(pointer, tmp_path / "a.txt", "--prompt -", monkeypatch) == [pointer.decode()[:-1]]
 
 
-# --- the cache ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_logits_with_a_cache_are_those_of_the_whole_text(model: Model, dtype: torch.dtype, tolerance: float) -> None:
@@ -158,6 +138,15 @@ def test_logits_with_a_cache_are_those_of_the_whole_text(model: Model, dtype: to
             torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
 
 
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of each row a cache was told of, forward by forward."""
+    found: list[int] = []
+    place = Cache.place
+    monkeypatch.setattr(Cache, "place", lambda self, *args: found.append(args[1]) or place(self, *args))
+    return found
+
+
 def test_a_cache_has_room_for_its_length() -> None:
     with pytest.raises(AssertionError, match="17 tokens, the cache has room for 16"):
         Cache(16).place([3, 15], 2, torch.device("cpu"))
@@ -173,10 +162,7 @@ def test_text_with_a_cache_is_that_without(model: Model, sampling: Sampling) -> 
     assert len({tuple(ids[-8:]) for ids in whole}) == 4, "all prompts go on alike: this test would see little"
 
 
-def test_each_token_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = []
-    place = Cache.place
-    monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
+def test_each_token_costs_itself_alone(widths: list[int]) -> None:
     run(MODELS["llama"], PROMPTS, GREEDY)
     assert widths == [10, 1, 1, 1, 1, 1, 1, 1]
 
@@ -208,20 +194,15 @@ def test_a_model_with_attention_of_its_own_generates_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize("split", [4, 8])
-def test_hidden_states_that_are_split_get_an_even_length(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_that_are_split_get_an_even_length(split: int, widths: list[int]) -> None:
     """8 is longer than some of the prompts and texts."""
-    model, widths = MODELS["llama, grouped"], []
-    place = Cache.place
-    monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
+    model = MODELS["llama, grouped"]
     here = context(model, net(model))
     here.parts[0].length_multiple = split
     texts = generation.generate(here, SequentialEngine(here.parts[0], ()), PROMPTS, GREEDY)
     assert [text.ids for text in texts] == [text.ids for text in run(model, PROMPTS, GREEDY)]
     assert {width % split for width in widths[:8]} == {0}
     assert widths[1:8] == [split] * 7
-
-
-# --- when to stop -------------------------------------------------------------------------------------------------
 
 
 def test_a_text_stops_at_the_end_id_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,28 +249,20 @@ def _all_of(here: BuildContext, prompts: Sequence[Sequence[int]]) -> list[Text]:
     return generation.generate(here, SequentialEngine(here.parts[0], ()), prompts, sampling)
 
 
-def test_a_prompt_that_is_too_long_is_refused() -> None:
+def test_a_prompt_is_encoded_or_refused() -> None:
     job: Any = context(MODELS["llama"], nn.Identity()).job
     assert generation.encode(job, "x" * 23, job.tokenizer.delimiters) == (120,) * 23
+    assert generation.encode(job, "", job.tokenizer.delimiters) == (END,)
+    assert generation.encode(job, "", Delimiters(7, (), (), (END,))) == (7,)
+    assert generation.encode(job, "x", Delimiters(7, (7, 8), (9,), (END,))) == (7, 8, 120, 9)
     with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len = 24"):
         generation.encode(job, "x" * 24, job.tokenizer.delimiters)
     with pytest.raises(ConfigError, match=r"24 tokens; .* at most 24"):
         run(MODELS["llama"], [[1] * 24], GREEDY)
-
-
-def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
-    small: Any = context(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
-    with pytest.raises(
-        ConfigError, match=r"token id 120 \('x'\), but the model's vocab_size is 100: it has no row for it"
-    ):
+    small: Any = context(plugin("llama", **{**SIZES, "vocab_size": 100}), nn.Identity()).job
+    told = r"token id 120 \('x'\), but the model's vocab_size is 100: it has no row for it"
+    with pytest.raises(ConfigError, match=told):
         generation.encode(small, "ax", small.tokenizer.delimiters)
-
-
-def test_an_empty_prompt_begins_a_document() -> None:
-    job: Any = context(MODELS["llama"], nn.Identity()).job
-    assert generation.encode(job, "", job.tokenizer.delimiters) == (END,)
-    assert generation.encode(job, "", Delimiters(7, (), (), (END,))) == (7,)
-    assert generation.encode(job, "x", Delimiters(7, (7, 8), (9,), (END,))) == (7, 8, 120, 9)
 
 
 def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +273,6 @@ def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(DivergedError, match="NaN"):
             run(MODELS["llama"], PROMPTS, sampling, module)
 
-
-# --- drawing ------------------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
 
@@ -321,18 +292,15 @@ LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
         # Two of the three hold 25 / 29 = 0.862; of all four they would hold 0.833, and a third would be kept.
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.86}, [0, 16 / 25, 0, 9 / 25]),
     ],
-)  # fmt: skip
+)
 def test_probabilities(options: dict[str, float], expected: list[float]) -> None:
     found = Sampling(**{"temperature": 1.0, **options}).probabilities(LOGITS + 50)  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 
-def test_of_equally_probable_tokens_no_more_are_kept_than_asked_for() -> None:
+def test_of_equally_probable_tokens_no_more_are_kept_than_asked_for_and_draws_follow_probabilities() -> None:
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
         assert sorted(sampling.probabilities(LOGITS)[1].tolist()) == pytest.approx([0, 0, 0.5, 0.5])
-
-
-def test_draws_follow_the_probabilities() -> None:
     text, expected = Text((1,), 0, 5), torch.tensor([0.1, 0.4, 0.2, 0.3])
     counts = torch.bincount(torch.tensor([text.draw(expected) for _ in range(4000)]), minlength=4)
     torch.testing.assert_close(counts / 4000, expected, rtol=0, atol=0.03)  # four standard deviations
@@ -357,9 +325,6 @@ def test_training_mode_is_as_before() -> None:
     assert module.training and all(inner.training for inner in module.modules())
 
 
-# --- words --------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_are_told_as_they_come() -> None:
     told: list[tuple[int, int]] = []
     texts = run(MODELS["llama"], PROMPTS, GREEDY, watch=lambda number, token: told.append((number, token)))
@@ -370,7 +335,7 @@ def test_tokens_are_told_as_they_come() -> None:
 
 @pytest.mark.parametrize("text", ["größer", "naïve — 漢字 🙂!", "\N{REPLACEMENT CHARACTER} is a character"])
 def test_words_come_whole(text: str) -> None:
-    tokenizer, prompt = Byte(ByteConfig()), list("é, ".encode())
+    tokenizer, prompt = Byte(Byte.Config()), list("é, ".encode())
     words = Words(tokenizer, prompt)
     pieces = [words.add(token) for token in text.encode()]
     assert "".join([*pieces, words.rest()]) == text
@@ -380,6 +345,6 @@ def test_words_come_whole(text: str) -> None:
 
 
 def test_broken_characters_are_shown_once_they_are_certain() -> None:
-    words = Words(Byte(ByteConfig()), [])
+    words = Words(Byte(Byte.Config()), [])
     assert [words.add(token) for token in (0xC3, 0x28, 0xE6, 0xBC)] == ["", "\N{REPLACEMENT CHARACTER}(", "", ""]
     assert words.rest() == "\N{REPLACEMENT CHARACTER}"

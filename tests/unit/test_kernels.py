@@ -17,11 +17,8 @@ def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
     """100 TFLOP/s, 1000 GB/s, 10 units."""
     base = clusters.load("a100-80gb")
     hardware = replace(base.device, bandwidth_gb_s=1000.0, compute_units=10)
-    return Device(
-        replace(
-            base, device=hardware, kernels=kernels, products={"bfloat16": products}, peak_tflops={"bfloat16": 100.0}
-        )
-    )
+    own, peak = {"bfloat16": products}, {"bfloat16": 100.0}
+    return Device(replace(base, device=hardware, kernels=kernels, products=own, peak_tflops=peak))
 
 
 def costs(**changed: object) -> Costs:
@@ -33,20 +30,32 @@ def costs(**changed: object) -> Costs:
     return Costs(**{**plain, **changed})  # type: ignore[arg-type]
 
 
-def test_a_large_product_takes_its_flops_at_the_share_of_the_peak() -> None:
-    assert device().product(4096, 4096, 4096, "bfloat16", 2) == pytest.approx(2 * 4096**3 / 50e12)
+HALVED = replace(PLAIN, aligned=64, unaligned_factor=0.9, unaligned_16b_factor=0.1)
+POINTS = Products(points=("1e9 10", "1e11 40"))
+PRODUCTS = {
+    "large: FLOPs at the share of the peak": (PLAIN, (4096, 4096, 4096), 2 * 4096**3 / 50e12),
+    "thin: bytes": (PLAIN, (8, 4096, 4096), 2 * (8 * 4096 + 4096 * 4096 + 8 * 4096) / 500e9),
+    "half at this depth": (replace(PLAIN, k_half=1024), (4096, 1024, 4096), 2 * 2 * 4096 * 1024 * 4096 / 50e12),
+    "aligned to 64": (HALVED, (4096, 4096, 4096 + 64), 2 * 4096 * 4096 * (4096 + 64) / 50e12),
+    "aligned to 32": (HALVED, (4096, 4096, 4096 + 32), 2 * 4096 * 4096 * (4096 + 32) / 50e12 / 0.9),
+    "aligned to 8": (HALVED, (4096, 4096, 4096 + 8), 2 * 4096 * 4096 * (4096 + 8) / 50e12 / 0.9**3),
+    "rows of no multiple of 16 bytes": (
+        replace(PLAIN, unaligned_16b_factor=0.1), (4096, 4096, 4100), 2 * 4096 * 4096 * 4100 / 5e12
+    ),
+    "a measured point": (POINTS, (4096, 4096, 4096), 2 * 4096**3 / 40e12),
+    "half way between, by the logarithm of the FLOPs": (POINTS, (500, 10000, 1000), 1e10 / 25e12),
+}  # fmt: skip
 
 
-def test_a_thin_product_takes_its_bytes() -> None:
-    moved = 2 * (8 * 4096 + 4096 * 4096 + 8 * 4096)
-    assert device().product(8, 4096, 4096, "bfloat16", 2) == pytest.approx(moved / 500e9)
+@pytest.mark.parametrize(("products", "size", "seconds"), PRODUCTS.values(), ids=PRODUCTS)
+def test_a_product_takes(products: Products, size: tuple[int, int, int], seconds: float) -> None:
+    assert device(products).product(*size, "bfloat16", 2) == pytest.approx(seconds)
 
 
 def test_every_operation_takes_a_launch() -> None:
     launched = device(kernels=replace(KERNELS, launch_us=7.0))
-    assert launched.product(512, 512, 512, "bfloat16", 2) - device().product(
-        512, 512, 512, "bfloat16", 2
-    ) == pytest.approx(7e-6)
+    free, taken = (each.product(512, 512, 512, "bfloat16", 2) for each in (device(), launched))
+    assert taken - free == pytest.approx(7e-6)
     assert launched.moving(1e-9, 2) == pytest.approx(7e-6)
     assert launched.moving(0, 2) == 0
 
@@ -61,35 +70,12 @@ def test_a_last_wave_that_is_partly_filled_costs_as_much_as_a_full_one() -> None
     assert more == pytest.approx(1.5 * one)
 
 
-def test_half_of_the_efficiency_is_lost_at_the_depth_that_says_so() -> None:
-    deep = device(replace(PLAIN, k_half=1024))
-    assert deep.product(4096, 1024, 4096, "bfloat16", 2) == pytest.approx(2 * 2 * 4096 * 1024 * 4096 / 50e12)
-
-
-@pytest.mark.parametrize(("size", "share"), [(4096, 1.0), (4096 + 64, 1.0), (4096 + 32, 0.9), (4096 + 8, 0.9**3)])
-def test_each_halving_of_the_alignment_costs(size: int, share: float) -> None:
-    aligned = device(replace(PLAIN, aligned=64, unaligned_factor=0.9, unaligned_16b_factor=0.1))
-    assert aligned.product(4096, 4096, size, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * size / 50e12 / share)
-
-
-def test_a_row_that_is_no_multiple_of_16_bytes_is_slow() -> None:
-    odd = device(replace(PLAIN, unaligned_16b_factor=0.1))
-    assert odd.product(4096, 4096, 4100, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * 4100 / 5e12)
-
-
 @pytest.mark.parametrize(("matrices", "wide", "share"), [(16, 192, 0.2), (17, 192, 1), (16, 128, 1), (16, 512, 1)])
 def test_a_batch_of_few_products_is_slow_in_the_gap_that_says_so(matrices: int, wide: int, share: float) -> None:
     few = device(replace(PLAIN, small_batch_max=16, small_batch_dims=(161, 256), small_batch_factor=0.2))
     seconds = few.batched(matrices, 2048, wide, 2048, "bfloat16", 2)
     assert seconds == pytest.approx(2 * matrices * 2048**2 * wide / 50e12 / share)
     assert few.batched(matrices, 2048, 2048, wide, "bfloat16", 2) == pytest.approx(seconds)
-
-
-def test_measured_points_go_before_the_shares() -> None:
-    measured = device(Products(points=("1e9 10", "1e11 40")))
-    assert measured.product(4096, 4096, 4096, "bfloat16", 2) == pytest.approx(2 * 4096**3 / 40e12)
-    # Half way between in the logarithm of the FLOPs.
-    assert measured.product(500, 10000, 1000, "bfloat16", 2) == pytest.approx(1e10 / 25e12)
 
 
 def test_backward_of_a_linear_is_two_products() -> None:
@@ -124,20 +110,15 @@ def test_elementwise_operations_take_their_bytes_and_less_where_they_are_merged(
     assert seconds.backward == pytest.approx(2 * seconds.forward)
     merged = device(kernels=replace(KERNELS, fused_traffic_factor=0.25)).operation(op, costs(fused=True), "bfloat16")
     assert merged.forward == pytest.approx(seconds.forward / 4)
+    lookup = device().operation(EmbeddingOp(module="embed", rows=50000, width=512), costs(), "bfloat16")
+    assert lookup.forward == pytest.approx(2 * 1024 * 512 * 2 / 500e9)
 
 
 def test_ranks_that_split_a_region_do_their_part() -> None:
-    op, split = (
-        Elementwise(region="tp_sharded", forward=1000, backward=0),
-        {"hidden": 1, "seq_full": 1, "tp_sharded": 4, "logits": 1},
-    )
+    op = Elementwise(region="tp_sharded", forward=1000, backward=0)
+    split = {"hidden": 1, "seq_full": 1, "tp_sharded": 4, "logits": 1}
     whole, part = (device().operation(op, costs(**more), "bfloat16") for more in ({}, {"splits": split}))
     assert whole.forward == pytest.approx(4 * part.forward)
-
-
-def test_a_lookup_moves_a_row_a_token() -> None:
-    seconds = device().operation(EmbeddingOp(module="embed", rows=50000, width=512), costs(), "bfloat16")
-    assert seconds.forward == pytest.approx(2 * 1024 * 512 * 2 / 500e9)
 
 
 @pytest.mark.parametrize("name", clusters.names())

@@ -34,11 +34,9 @@ def texts(svg: str) -> list[str]:
 
 def cells(svg: str) -> dict[int, list[str]]:
     """Lines of each rank's cell that say something."""
-    marked = (node for node in ElementTree.fromstring(svg).iter(f"{SVG}g") if node.get("id"))
-    return {
-        int(str(node.get("id")).removeprefix("rank-")): [text.text for text in node.iter(f"{SVG}text") if text.text]
-        for node in marked
-    }
+    marked = {str(node.get("id")): node for node in ElementTree.fromstring(svg).iter(f"{SVG}g") if node.get("id")}
+    said = {name: [text.text for text in node.iter(f"{SVG}text") if text.text] for name, node in marked.items()}
+    return {int(name.removeprefix("rank-")): lines for name, lines in said.items()}
 
 
 def fills(svg: str, rank: int) -> list[tuple[str, float, float, float, float]]:
@@ -48,9 +46,6 @@ def fills(svg: str, rank: int) -> list[tuple[str, float, float, float, float]]:
     x, y = (float(frame.get(key, "")) for key in ("x", "y"))
     at = [[float(box.get(key, "")) for key in ("x", "y", "width", "height")] for box in boxes]
     return [(str(box.get("fill")), a - x, b - y, c, d) for box, (a, b, c, d) in zip(boxes, at, strict=True)]
-
-
-# --- what cells say -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,11 +92,15 @@ def test_boxes_lie_where_the_parts_are() -> None:
     assert hidden[1:] == pytest.approx((batch[1] + batch[3] / 2, tokens[2], batch[3] / 2, tokens[4]))
 
 
-def test_the_same_content_has_the_same_color() -> None:
-    svg = layout_picture(job_of("--mesh.tp", "2", "--mesh.dp_shard", "2"), CLUSTER)
+def test_the_same_content_has_the_same_color_and_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
+    job: Job = job_of("--mesh.tp", "2", "--mesh.dp_shard", "2")
+    svg = layout_picture(job, CLUSTER)
     weights, batch = ([fills(svg, rank)[box][0] for rank in range(4)] for box in (1, 4))
     assert weights[0] == weights[2] != weights[1] == weights[3]
     assert batch[0] == batch[1] != batch[2] == batch[3]
+    for name in ("new/a.svg", "new/b.svg"):
+        draw_layout(job, CLUSTER, tmp_path / name)
+    assert (tmp_path / "new" / "a.svg").read_bytes() == (tmp_path / "new" / "b.svg").read_bytes()
 
 
 def test_an_axis_from_outside_is_drawn_by_its_facts() -> None:
@@ -121,9 +120,6 @@ def test_two_thousand_ranks_are_summarized() -> None:
     said = texts(svg)
     assert "drawn: the first and the last 8 of 2,048 ranks" in said and "node 255" in said
     assert "groups of 128, as ranks 0 2 4 6 ... 254, across 32 nodes" in said
-
-
-# --- groups and bytes ---------------------------------------------------------------------------------------------
 
 
 def test_groups_are_those_of_the_mesh() -> None:
@@ -187,9 +183,6 @@ def test_a_rank_sees_every_sample_and_position_once() -> None:
     assert all(one.samples.number == job.layout.index_of(one.rank, "dealt") for one in held)
 
 
-# --- the command, and the pictures of the docs ---------------------------------------------------------------------
-
-
 def drawing_commands() -> list[tuple[str, list[str]]]:
     """(picture, words of the command) for each `titan plan ... --draw PICTURE` of the pages."""
     lines = [line for page in sorted(PAGES.glob("*.md")) for line in page.read_text().splitlines()]
@@ -232,10 +225,3 @@ def test_what_is_not_drawn(
     assert main(["plan", "--config", str(ROOT / "configs" / "debug.toml"), *words.split()]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "a.svg").exists()
-
-
-def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
-    job: Job = job_of("--mesh.tp", "2", "--mesh.dp_shard", "2")
-    for name in ("new/a.svg", "new/b.svg"):
-        draw_layout(job, CLUSTER, tmp_path / name)
-    assert (tmp_path / "new" / "a.svg").read_bytes() == (tmp_path / "new" / "b.svg").read_bytes()

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operations import Watch
 from titan.contracts import IGNORE, Projection
 from titan.layers.decoder import CappedLinear
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 
 BATCH, SEQ, DIM, VOCAB = 2, 9, 5, 37
 TOKENS = BATCH * SEQ
+LOSS = CrossEntropy(Config(chunk_tokens=4))
 HEADS: dict[str, Callable[[], nn.Linear]] = {
     "a product": lambda: nn.Linear(DIM, VOCAB, bias=False),
     "with a bias": lambda: nn.Linear(DIM, VOCAB),
@@ -66,21 +68,8 @@ def test_chunks_are_all_logits_at_once(kind: str, z_loss: float, chunk: int) -> 
     whole, chunks = (_run(head, size, z_loss) for size in (TOKENS, chunk))
     assert whole.keys() == chunks.keys() and ("measured" in whole) == (z_loss > 0)
     for name, expected in whole.items():
-        torch.testing.assert_close(
-            chunks[name], expected, rtol=1e-6, atol=1e-6, msg=lambda said, of=name: f"{of}: {said}"
-        )
-
-
-class _Adapted(nn.Linear):
-    """A weight in two summands, whose gradients autograd gives as one tensor; and a parameter that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, VOCAB, bias=False)
-        self.delta = nn.Parameter(torch.zeros(VOCAB, DIM))
-        self.unused = nn.Parameter(torch.zeros(3))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight + self.delta)
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(chunks[name], expected, rtol=1e-6, atol=1e-6, msg=told)
 
 
 class _Idle(nn.Linear):
@@ -89,6 +78,17 @@ class _Idle(nn.Linear):
     def __init__(self) -> None:
         super().__init__(DIM, VOCAB, bias=False)
         self.unused = nn.Parameter(torch.zeros(3))
+
+
+class _Adapted(_Idle):
+    """A weight in two summands, whose gradients autograd gives as one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(torch.zeros(VOCAB, DIM))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight + self.delta)
 
 
 @pytest.mark.parametrize("chunk", [4, TOKENS - 1])
@@ -115,10 +115,9 @@ def test_chunks_are_the_formula(kind: str) -> None:
     expected = torch.autograd.grad(objective * 0.37, (hidden, *head.parameters()))
     torch.testing.assert_close(chunks["objective"].double(), objective, rtol=1e-6, atol=0)
     torch.testing.assert_close(chunks["reported"].double(), reported, rtol=1e-6, atol=0)
-    for found, wanted in zip(
-        (chunks["hidden"], *(chunks[name] for name, _ in head.named_parameters())), expected, strict=True
-    ):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    names = ["hidden", *(name for name, _ in head.named_parameters())]
+    for name, wanted in zip(names, expected, strict=True):
+        torch.testing.assert_close(chunks[name].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -149,19 +148,14 @@ def test_a_sum_beyond_float16_is_finite_once_it_is_scaled() -> None:
     torch.testing.assert_close(head.weight.grad[0], torch.full((DIM,), -2000 * 36 / 37, dtype=torch.float16))
 
 
-def test_no_label_gives_zeros() -> None:
+def test_no_label_gives_zeros_and_one_outside_the_vocabulary_nan() -> None:
     head, (hidden, labels) = _head("a product"), _inputs()
-    objective, reported = CrossEntropy(Config(chunk_tokens=4)).of_hidden(hidden, labels.fill_(IGNORE), _project(head))
+    objective, reported = LOSS.of_hidden(hidden, labels.fill_(IGNORE), _project(head))
     objective.backward()
     assert objective.item() == reported.item() == 0.0
     assert hidden.grad is not None and not hidden.grad.any() and not head.weight.grad.any()  # type: ignore[union-attr]
-
-
-def test_a_label_outside_the_vocabulary_makes_the_loss_nan() -> None:
-    hidden, labels = _inputs()
     labels[0, 0] = VOCAB
-    objective, _ = CrossEntropy(Config(chunk_tokens=4)).of_hidden(hidden, labels, _project(_head("a product")))
-    assert objective.isnan()
+    assert LOSS.of_hidden(hidden, labels, _project(head))[0].isnan()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
@@ -169,7 +163,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     head, (hidden, labels) = _head("a product"), _inputs()
     hidden.requires_grad_(frozen == "weight")
     head.requires_grad_(frozen == "hidden")
-    objective, _ = CrossEntropy(Config(chunk_tokens=4)).of_hidden(hidden, labels, _project(head))
+    objective, _ = LOSS.of_hidden(hidden, labels, _project(head))
     assert objective.requires_grad == (frozen != "both")
     if frozen != "both":
         objective.backward()
@@ -185,7 +179,7 @@ def test_hooks_of_a_parameter_see_its_gradient_once(kind: str) -> None:
     head.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     head.weight.register_post_accumulate_grad_hook(after.append)
     own = head.weight
-    objective, _ = CrossEntropy(Config(chunk_tokens=4)).of_hidden(hidden, labels, _project(head))
+    objective, _ = LOSS.of_hidden(hidden, labels, _project(head))
     assert not seen and head.weight is own
     objective.backward()
     assert len(seen) == len(after) == 1
@@ -194,8 +188,7 @@ def test_hooks_of_a_parameter_see_its_gradient_once(kind: str) -> None:
 
 def test_gradients_of_micro_batches_add_up() -> None:
     head, (hidden, labels) = _head("a product"), _inputs()
-    loss = CrossEntropy(Config(chunk_tokens=4))
-    objectives = [loss.of_hidden(hidden, labels, _project(head))[0] for _ in range(2)]  # both are under way at once
+    objectives = [LOSS.of_hidden(hidden, labels, _project(head))[0] for _ in range(2)]  # both are under way at once
     objectives[1].backward()
     once = head.weight.grad.clone()  # type: ignore[union-attr]
     objectives[0].backward()
@@ -204,59 +197,45 @@ def test_gradients_of_micro_batches_add_up() -> None:
 
 def test_a_second_backward_is_refused() -> None:
     hidden, labels = _inputs()
-    objective, _ = CrossEntropy(Config(chunk_tokens=4)).of_hidden(hidden, labels, _project(_head("a product")))
+    objective, _ = LOSS.of_hidden(hidden, labels, _project(_head("a product")))
     objective.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         objective.backward()
 
 
-class _Largest(TorchDispatchMode):
-    """The most numbers of a tensor that any operation returned."""
+def _sizes(sizes: list[int]) -> Watch:
+    """Notes how many numbers each tensor has that an operation returns."""
 
-    most = 0
+    def note(_: Any, args: Any, out: Any) -> None:
+        sizes.extend(each.numel() for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor))
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.most = max(
-            self.most,
-            *(each.numel() for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)),
-            0,
-        )
-        return out
+    return Watch(note)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_no_operation_has_the_logits_of_more_than_a_chunk(kind: str) -> None:
     head, (hidden, labels) = _head(kind), _inputs()
-    with _Largest() as seen:
+    sizes: list[int] = []
+    with _sizes(sizes):
         CrossEntropy(Config(chunk_tokens=6)).of_hidden(hidden, labels, _project(head))[0].backward()
-    assert seen.most == 6 * VOCAB > max(head.weight.numel(), hidden.numel())
+    assert max(sizes) == 6 * VOCAB > max(head.weight.numel(), hidden.numel())
 
 
 def test_the_gradient_that_was_made_becomes_the_parameters_own() -> None:
     """Without a copy: the head's weight may be the largest tensor there is."""
     head, (hidden, labels) = _head("a product"), _inputs()
-    with _Largest() as seen:
-        objective, _ = CrossEntropy(Config(chunk_tokens=1)).of_hidden(hidden, labels, _project(head))
-    made = []
-    with _Made(VOCAB * DIM, made):
-        objective.backward()
-    assert seen.most == VOCAB * DIM and not made
+    sizes, made = list[int](), list[str]()
 
-
-class _Made(TorchDispatchMode):
-    """Operations that return a new tensor of at least so many numbers."""
-
-    def __init__(self, numel: int, made: list[str]) -> None:
-        super().__init__()
-        self.numel, self.made = numel, made
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+    def note(function: Any, args: Any, out: Any) -> None:
         held = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
-        if isinstance(out, Tensor) and out.numel() >= self.numel and out.untyped_storage()._cdata not in held:
-            self.made.append(str(function))
-        return out
+        if isinstance(out, Tensor) and out.numel() >= VOCAB * DIM and out.untyped_storage()._cdata not in held:
+            made.append(str(function))
+
+    with _sizes(sizes):
+        objective, _ = CrossEntropy(Config(chunk_tokens=1)).of_hidden(hidden, labels, _project(head))
+    with Watch(note):
+        objective.backward()
+    assert max(sizes) == VOCAB * DIM and not made
 
 
 def test_bf16_rounds_as_a_backward_would_where_the_factor_is_known() -> None:
@@ -274,10 +253,9 @@ def test_bf16_rounds_as_a_backward_would_where_the_factor_is_known() -> None:
 
 def test_without_gradients_no_gradient_is_made() -> None:
     hidden, labels = _inputs()
-    loss = CrossEntropy(Config(chunk_tokens=4))
-    expected, _ = loss.of_hidden(hidden, labels, _project(_head("a product")))
+    expected, _ = LOSS.of_hidden(hidden, labels, _project(_head("a product")))
     with torch.no_grad():
-        objective, reported = loss.of_hidden(hidden, labels, _project(_head("a product")))
+        objective, reported = LOSS.of_hidden(hidden, labels, _project(_head("a product")))
     assert not objective.requires_grad
     torch.testing.assert_close(objective, expected.detach())
     torch.testing.assert_close(reported, expected.detach())

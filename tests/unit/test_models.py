@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -57,9 +58,6 @@ def table(model: Model, positions: Tensor) -> Tensor | None:
     return None if rotary is None else rope_table(rotary, positions)
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
 def test_plan_counts_every_parameter(model: type[Model], preset: str) -> None:
     whole = sized(model, preset)
@@ -74,9 +72,8 @@ def test_plan_counts_every_parameter(model: type[Model], preset: str) -> None:
     linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
     assert spec.matmul_params_per_layer == sum(m.weight.numel() for m in linears)
     assert spec.head_matmul_params == net.get_submodule("output").weight.numel()
-    assert [layer.attn.wq.out_features, layer.attn.wk.out_features] == [
-        spec.head_dim * heads for heads in (spec.n_heads, spec.n_kv_heads)
-    ]
+    assert layer.attn.wq.out_features == spec.head_dim * spec.n_heads
+    assert layer.attn.wk.out_features == spec.head_dim * spec.n_kv_heads
     assert spec.n_heads % spec.n_kv_heads == 0
     assert list(whole.check()) == []
 
@@ -96,82 +93,52 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
         assert alias not in parameters and owner in parameters
 
 
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [
-        ("7b", 6_738_415_616),
-        ("13b", 13_015_864_320),
-        ("33b", 32_528_943_616),
-        ("65b", 65_285_660_672),
-        ("llama3-1b", 1_235_814_400),
-        ("llama3-3b", 3_212_749_824),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("llama3-405b", 405_853_388_800),
-        ("mistral-7b", 7_241_732_096),
-    ],
-)
-def test_llama_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    assert sized(llama.Llama, preset).spec().params == params
+PUBLISHED = [
+    (llama.Llama, "7b", 6_738_415_616),
+    (llama.Llama, "13b", 13_015_864_320),
+    (llama.Llama, "33b", 32_528_943_616),
+    (llama.Llama, "65b", 65_285_660_672),
+    (llama.Llama, "llama3-1b", 1_235_814_400),
+    (llama.Llama, "llama3-3b", 3_212_749_824),
+    (llama.Llama, "llama3-8b", 8_030_261_248),
+    (llama.Llama, "llama3-70b", 70_553_706_496),
+    (llama.Llama, "llama3-405b", 405_853_388_800),
+    (llama.Llama, "mistral-7b", 7_241_732_096),
+    (qwen3.Qwen3, "0.6b", 596_049_920),
+    (qwen3.Qwen3, "1.7b", 1_720_574_976),
+    (qwen3.Qwen3, "4b", 4_022_468_096),
+    (qwen3.Qwen3, "8b", 8_190_735_360),
+    (qwen3.Qwen3, "14b", 14_768_307_200),
+    (qwen3.Qwen3, "32b", 32_762_123_264),
+    (neox.Neox, "pythia-70m", 70_426_624),
+    (neox.Neox, "pythia-160m", 162_322_944),
+    (neox.Neox, "pythia-410m", 405_334_016),
+    (neox.Neox, "pythia-1b", 1_011_781_632),
+    (neox.Neox, "pythia-1.4b", 1_414_647_808),
+    (neox.Neox, "pythia-2.8b", 2_775_208_960),
+    (neox.Neox, "pythia-6.9b", 6_857_302_016),
+    (neox.Neox, "pythia-12b", 11_846_072_320),
+    (neox.Neox, "neox-20b", 20_554_567_680),
+    (bloom.Bloom, "bloom-560m", 559_214_592),
+    (bloom.Bloom, "bloom-1b1", 1_065_314_304),
+    (bloom.Bloom, "bloom-1b7", 1_722_408_960),
+    (bloom.Bloom, "bloom-3b", 3_002_557_440),
+    (bloom.Bloom, "bloom-7b1", 7_069_016_064),
+    (bloom.Bloom, "bloom-176b", 176_247_271_424),
+    (gemma.Gemma, "gemma-2-2b", 2_614_341_888),
+    (gemma.Gemma, "gemma-2-9b", 9_241_705_984),
+    (gemma.Gemma, "gemma-2-27b", 27_227_128_320),
+    (olmo2.Olmo2, "olmo2-1b", 1_484_916_736),
+    (olmo2.Olmo2, "olmo2-7b", 7_298_617_344),
+    (olmo2.Olmo2, "olmo2-13b", 13_716_198_400),
+    (olmo2.Olmo2, "olmo2-32b", 32_234_279_936),
+]
+"""Of the published weights; tables 1 of arXiv 2304.01373, 3 of 2204.06745, 5 of 2211.05100, 2 of 2408.00118."""
 
 
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [
-        ("0.6b", 596_049_920),
-        ("1.7b", 1_720_574_976),
-        ("4b", 4_022_468_096),
-        ("8b", 8_190_735_360),
-        ("14b", 14_768_307_200),
-        ("32b", 32_762_123_264),
-    ],
-)
-def test_qwen3_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    assert sized(qwen3.Qwen3, preset).spec().params == params
-
-
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [
-        ("pythia-70m", 70_426_624),
-        ("pythia-160m", 162_322_944),
-        ("pythia-410m", 405_334_016),
-        ("pythia-1b", 1_011_781_632),
-        ("pythia-1.4b", 1_414_647_808),
-        ("pythia-2.8b", 2_775_208_960),
-        ("pythia-6.9b", 6_857_302_016),
-        ("pythia-12b", 11_846_072_320),
-        ("neox-20b", 20_554_567_680),
-    ],
-)
-def test_neox_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    """Table 1 of arXiv 2304.01373, table 3 of 2204.06745."""
-    assert sized(neox.Neox, preset).spec().params == params
-
-
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [
-        ("bloom-560m", 559_214_592),
-        ("bloom-1b1", 1_065_314_304),
-        ("bloom-1b7", 1_722_408_960),
-        ("bloom-3b", 3_002_557_440),
-        ("bloom-7b1", 7_069_016_064),
-        ("bloom-176b", 176_247_271_424),
-    ],
-)
-def test_bloom_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    """Table 5 of arXiv 2211.05100, and the published weights."""
-    assert sized(bloom.Bloom, preset).spec().params == params
-
-
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [("gemma-2-2b", 2_614_341_888), ("gemma-2-9b", 9_241_705_984), ("gemma-2-27b", 27_227_128_320)],
-)
-def test_gemma_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    """The published weights; table 2 of arXiv 2408.00118 without padding."""
-    assert sized(gemma.Gemma, preset).spec().params == params
+@pytest.mark.parametrize(("model", "preset", "params"), PUBLISHED)
+def test_sizes_are_the_published_ones(model: type[Model], preset: str, params: int) -> None:
+    assert sized(model, preset).spec().params == params
 
 
 @pytest.mark.parametrize(("layers", "windowed"), [(1, 1.0), (3, 2 / 3), (4, 0.5)])
@@ -180,8 +147,8 @@ def test_gemma_states_its_windows_by_their_share_of_the_layers(layers: int, wind
     cores = [op for op in spec.layer_ops if isinstance(op, Attention)]
     assert [op.window for op in cores] == [16, 0][: len(cores)] and all(op.soft_cap for op in cores)
     assert [op.of_layers for op in cores] == pytest.approx([windowed, 1 - windowed][: len(cores)])
-    built = [core.window for core in sized(gemma.Gemma, "tiny", n_layers=layers).build().modules()
-             if isinstance(core, AttentionCore)]  # fmt: skip
+    modules = sized(gemma.Gemma, "tiny", n_layers=layers).build().modules()
+    built = [core.window for core in modules if isinstance(core, AttentionCore)]
     assert built == [0 if number % 2 else 16 for number in range(layers)]
 
 
@@ -192,19 +159,6 @@ def test_bloom_slopes_are_those_of_alibi() -> None:
     assert bloom.slopes(12) == (*(2.0**-i for i in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
     most = bloom.slopes(112)
     assert len(set(most)) == 112 and most[63] == 2.0**-8 and most[64] == 2 ** -(1 / 16)
-
-
-@pytest.mark.parametrize(
-    ("preset", "params"),
-    [
-        ("olmo2-1b", 1_484_916_736),
-        ("olmo2-7b", 7_298_617_344),
-        ("olmo2-13b", 13_716_198_400),
-        ("olmo2-32b", 32_234_279_936),
-    ],
-)
-def test_olmo2_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    assert sized(olmo2.Olmo2, preset).spec().params == params
 
 
 @pytest.mark.parametrize("preset", [p for p in gpt.Gpt.presets if p not in ("nano", "tiny")])
@@ -218,44 +172,17 @@ def test_gpt_sizes_are_the_published_ones(preset: str) -> None:
     assert spec.params == pytest.approx(estimate, rel=0.01)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_defaults_are_the_preset_nano(model: type[Model]) -> None:
-    assert model.Config() == model.Config(**model.presets["nano"])
-
-
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
-def test_presets_are_values_the_options_take(model: type[Model], preset: str) -> None:
+def test_presets_are_values_the_options_take_and_nano_is_the_default(model: type[Model], preset: str) -> None:
     config, faults = options.parse(model.Config, model.presets[preset], options.Where("preset", "model"))
     assert faults == [] and config == model.Config(**model.presets[preset])
+    assert preset != "nano" or config == model.Config()
+    assert registry.find("model", model.name) is model
 
 
-def test_models_are_registered_by_name() -> None:
-    assert registry.find("model", "llama") is llama.Llama
-    assert registry.find("model", "gpt") is gpt.Gpt
-    assert registry.find("model", "qwen3") is qwen3.Qwen3
-    assert registry.find("model", "neox") is neox.Neox
-    assert registry.find("model", "olmo2") is olmo2.Olmo2
-    assert registry.find("model", "bloom") is bloom.Bloom
-    assert registry.find("model", "gemma") is gemma.Gemma
-
-
-# --- initial values and decay -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "added"),
-    [
-        (llama.Llama, {"wo", "w2"}),
-        (gpt.Gpt, {"wo", "down"}),
-        (qwen3.Qwen3, {"wo", "w2"}),
-        (neox.Neox, {"wo", "down"}),
-        (olmo2.Olmo2, {"wo", "w2"}),
-        (bloom.Bloom, {"wo", "down"}),
-        (gemma.Gemma, {"wo", "w2"}),
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None:
+def test_initial_values(model: type[Model], tied: bool) -> None:
     whole = sized(model, "tiny", tied=tied, init_std=0.05)
     spec = whole.spec()
     undecayed = set()
@@ -267,14 +194,11 @@ def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None
         elif name.endswith("bias"):
             assert (how.kind, how.value) == ("constant", 0.0), name
         else:
-            std = 0.05 / math.sqrt(2 * 4) if module in added else 0.05
+            std = 0.05 / math.sqrt(2 * 4) if module in ("wo", "w2", "down") else 0.05
             assert (how.kind, how.std) == ("normal", pytest.approx(std)), name
         if parameter.ndim < 2 or module in ("embed", "positions"):
             undecayed.add(name)
     assert {n for n, p in meta(whole).named_parameters() if not spec.decays(n, p.ndim)} == undecayed
-
-
-# --- forward ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -406,6 +330,25 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
     torch.testing.assert_close(small(x, *rest), large(x, *rest), rtol=1e-5, atol=1e-5)
 
 
+def layer_norm(w: dict[str, Tensor], t: Tensor, name: str) -> Tensor:
+    t = t - t.mean(-1, keepdim=True)
+    return t * (t.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def with_bias(w: dict[str, Tensor], t: Tensor, name: str) -> Tensor:
+    return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def tanh_gelu(u: Tensor) -> Tensor:
+    return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+
+
+def attended(scores: Tensor, v: Tensor, window: int = 24) -> Tensor:
+    """Heads side by side, of scores [B, H, S, S] and values [B, H, S, N]."""
+    near = torch.ones(24, 24).tril().triu(1 - window).bool()
+    return (scores.masked_fill(~near, -math.inf).softmax(-1) @ v).movedim(1, 2).flatten(2)
+
+
 def test_gpt_adds_positions_once() -> None:
     whole = sized(gpt.Gpt, "tiny", n_layers=1)
     net, x = drawn(whole), tokens(whole)
@@ -422,21 +365,12 @@ def test_gpt_block_is_the_published_arithmetic() -> None:
     w = dict(block.named_parameters())
     x = torch.randn(2, 24, 64)
 
-    def norm(t: Tensor, name: str) -> Tensor:
-        centred = t - t.mean(-1, keepdim=True)
-        scale = (centred.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-        return centred * scale * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def linear(t: Tensor, name: str) -> Tensor:
-        return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
+    norm, linear = partial(layer_norm, w), partial(with_bias, w)
     t = norm(x, "attn_norm")
     q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (8, 8)).movedim(2, 1) for n in ("wq", "wk", "wv"))
-    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    h = x + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
-    u = linear(norm(h, "ffn_norm"), "ffn.up")
-    gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
-    torch.testing.assert_close(block(x, places(x), None), h + linear(gelu, "ffn.down"), rtol=1e-4, atol=1e-4)
+    h = x + linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo")
+    expected = h + linear(tanh_gelu(linear(norm(h, "ffn_norm"), "ffn.up")), "ffn.down")
+    torch.testing.assert_close(block(x, places(x), None), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_llama_block_is_the_published_arithmetic() -> None:
@@ -451,8 +385,7 @@ def test_llama_block_is_the_published_arithmetic() -> None:
     t = norm(x, "attn_norm")
     q, k, v = ((t @ w[f"attn.{n}"].T).unflatten(-1, (8, 8)) for n in ("wq", "wk", "wv"))
     q, k, v = naive_rope(q).movedim(2, 1), naive_rope(k).movedim(2, 1), v.movedim(2, 1)
-    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    h = x + (scores.softmax(-1) @ v).movedim(1, 2).flatten(2) @ w["attn.wo"].T
+    h = x + attended(q @ k.mT / math.sqrt(8), v) @ w["attn.wo"].T
     t = norm(h, "ffn_norm")
     gate = t @ w["ffn.w1"].T
     expected = h + (gate * gate.sigmoid() * (t @ w["ffn.w3"].T)) @ w["ffn.w2"].T
@@ -467,13 +400,7 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     w = dict(block.named_parameters())
     x = torch.randn(2, 24, 64)
 
-    def norm(t: Tensor, name: str) -> Tensor:
-        centred = t - t.mean(-1, keepdim=True)
-        scale = (centred.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-        return centred * scale * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def linear(t: Tensor, name: str) -> Tensor:
-        return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+    norm, linear = partial(layer_norm, w), partial(with_bias, w)
 
     def turned(t: Tensor) -> Tensor:
         return torch.cat((naive_rope(t[..., :4]), t[..., 4:]), dim=-1)
@@ -481,8 +408,7 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     t = norm(x, "attn_norm")
     q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (8, 8)) for n in ("wq", "wk", "wv"))
     q, k, v = turned(q).movedim(2, 1), turned(k).movedim(2, 1), v.movedim(2, 1)
-    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    h = x + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
+    h = x + linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo")
     u = linear(norm(x if parallel else h, "ffn_norm"), "ffn.up")
     expected = h + linear(0.5 * u * (1 + torch.erf(u / math.sqrt(2))), "ffn.down")
     rope = table(whole, places(x))
@@ -506,13 +432,10 @@ def test_gemma_block_is_the_published_arithmetic() -> None:
     q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (-1, 16)) for n in ("wq", "wk", "wv"))
     q, k, v = naive_rope(q).movedim(2, 1), naive_rope(k).movedim(2, 1), v.movedim(2, 1)
     k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
-    near = torch.ones(24, 24).tril().triu(-4).bool()
-    scores = (2 * (q @ k.mT / 3 / 2).tanh()).masked_fill(~near, -math.inf)
-    out = linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
+    out = linear(attended(2 * (q @ k.mT / 3 / 2).tanh(), v, window=5), "attn.wo")
     h = h + norm(out, "layers.0.attn_out_norm")
     t = norm(h, "layers.0.ffn_norm")
-    u = linear(t, "ffn.w1")
-    gate = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+    gate = tanh_gelu(linear(t, "ffn.w1"))
     h = h + norm(linear(gate * linear(t, "ffn.w3"), "ffn.w2"), "layers.0.ffn_out_norm")
     expected = 3 * (norm(h, "norm") @ w["embed.weight"].T / 3).tanh()
     torch.testing.assert_close(logits_of(net, x), expected, rtol=1e-4, atol=1e-4)
@@ -524,21 +447,14 @@ def test_bloom_block_is_the_published_arithmetic() -> None:
     w = dict(net.named_parameters())
     x = tokens(whole)
 
-    def norm(t: Tensor, name: str) -> Tensor:
-        return nn.functional.layer_norm(t, (48,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
-
-    def linear(t: Tensor, name: str) -> Tensor:
-        return t @ w[f"layers.0.{name}.weight"].T + w[f"layers.0.{name}.bias"]
-
+    norm, linear = partial(layer_norm, w), partial(with_bias, w)
     h = norm(w["embed.weight"][x], "embed_norm")
     t = norm(h, "layers.0.attn_norm")
-    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (6, 8)).movedim(2, 1) for n in ("wq", "wk", "wv"))
+    q, k, v = (linear(t, f"layers.0.attn.{n}").unflatten(-1, (6, 8)).movedim(2, 1) for n in ("wq", "wk", "wv"))
     # As transformers has it: biases by the key's place alone, which the softmax does not tell from distances.
     bias = torch.tensor(bloom.slopes(6))[:, None, None] * torch.arange(24.0)
-    scores = (q @ k.mT / math.sqrt(8) + bias).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    h = h + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
-    u = linear(norm(h, "layers.0.ffn_norm"), "ffn.up")
-    h = h + linear(0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))), "ffn.down")
+    h = h + linear(attended(q @ k.mT / math.sqrt(8) + bias, v), "layers.0.attn.wo")
+    h = h + linear(tanh_gelu(linear(norm(h, "layers.0.ffn_norm"), "layers.0.ffn.up")), "layers.0.ffn.down")
     torch.testing.assert_close(logits_of(net, x), norm(h, "norm") @ w["embed.weight"].T, rtol=1e-4, atol=1e-4)
 
 
@@ -555,15 +471,11 @@ def test_olmo2_block_is_the_published_arithmetic() -> None:
     q, k, v = (t.unflatten(-1, (-1, 8)) for t in (norm(q, "attn.q_norm"), norm(k, "attn.k_norm"), v))
     q, k = naive_rope(q, 500000.0), naive_rope(k, 500000.0)
     q, k, v = q.movedim(2, 1), *(t.movedim(2, 1).repeat_interleave(2, dim=1) for t in (k, v))
-    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    h = x + norm((scores.softmax(-1) @ v).movedim(1, 2).flatten(2) @ w["attn.wo"].T, "attn_norm")
+    h = x + norm(attended(q @ k.mT / math.sqrt(8), v) @ w["attn.wo"].T, "attn_norm")
     gate = h @ w["ffn.w1"].T
     expected = h + norm((gate * gate.sigmoid() * (h @ w["ffn.w3"].T)) @ w["ffn.w2"].T, "ffn_norm")
     rope = table(whole, places(x))
     torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
-
-
-# --- low precision ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

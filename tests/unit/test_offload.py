@@ -30,7 +30,6 @@ from titan.plugins.memory.offload.activations import Offloader, _Layer
 from titan.plugins.memory.offload.link import Pairs, Way
 from titan.plugins.memory.offload.state import streamed
 from titan.plugins.optimizers.adamw import AdamW, Config
-from titan.plugins.optimizers.schedule_free_adamw import Config as ScheduleFreeConfig
 from titan.plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from titan.training.phases import wrapping
 
@@ -43,19 +42,10 @@ ACTIVATIONS = ("--plugins.offload.optimizer", "false", "--plugins.offload.activa
 WITHIN = ("--plugins.update_in_backward.enabled", "true", "--train.grad_clip", "0")
 GUESTS = Path(__file__).parents[1] / "guests"
 PARAMETERS = ("--plugins.offload.parameters", "true")
-WHAT = {
-    "optimizer": OPTIMIZER,
-    "activations": ACTIVATIONS,
-    "recomputed, full": ACTIVATIONS,
-    "recomputed, selective": ACTIVATIONS,
-}
-LAYOUTS = {
-    "one rank": (),
-    "dp 2": ("--mesh.dp_shard", "2"),
-    "tp 2": ("--mesh.tp", "2"),
-    "pp 2": ("--mesh.pp", "2"),
-}
-
+RECOMPUTED = ("recomputed, full", "recomputed, selective")
+WHAT = {"optimizer": OPTIMIZER, **dict.fromkeys(("activations", *RECOMPUTED), ACTIVATIONS)}
+TWO = {"dp 2": ("--mesh.dp_shard", "2"), "tp 2": ("--mesh.tp", "2"), "pp 2": ("--mesh.pp", "2")}
+LAYOUTS = {"one rank": (), **TWO}
 
 KEPT = [*zip(WHAT, LAYOUTS, strict=True), ("optimizer", "dp 2")]
 """Each way and each layout once, and what a planted fault names."""
@@ -82,13 +72,6 @@ def test_gradients_that_updates_within_the_backward_leave_are_in_the_same_place(
     assert one.on_host and one.gathered_units == 1 and one.axes == costs.updated_over
 
 
-def test_an_optimizer_that_updates_all_together_is_refused() -> None:
-    words = ("--plugins.path", str(GUESTS / "muon.py"), "--optimizer.name", "muon")
-    with pytest.raises(ConfigError, match=r"optimizer = true: .* \[optimizer\] name = .muon. cannot; set plugins"):
-        job_of(*SMALL, *words, *OPTIMIZER)
-    job_of(*SMALL, *words, "--plugins.offload.optimizer", "false")
-
-
 @pytest.mark.parametrize(("layout", "stage"), [("one rank", "2"), ("dp 2", "1"), ("dp 2", "3"), ("pp 2", "3")])
 def test_weights_on_the_host_are_planned_as_in_the_dry_run(layout: str, stage: str) -> None:
     sharded = (*LAYOUTS[layout], "--plugins.fsdp.zero_stage", stage)
@@ -100,25 +83,23 @@ def test_weights_on_the_host_are_planned_as_in_the_dry_run(layout: str, stage: s
     assert exact.steady["parameters"] == exact.steady["optimizer"] == 0
 
 
+DDP = ("--mesh.dp_replicate", "2", "--plugins.fsdp.enabled", "false")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("--mesh.tp", "2"), "along mesh.tp = 2 cannot sum them; set mesh.tp = 1"),
         (("--mesh.pp", "2", "--model.tied", "true"), "along mesh.pp = 2 cannot sum them; set mesh.pp = 1"),
-        (
-            ("--mesh.dp_replicate", "2", "--plugins.fsdp.enabled", "false"),
-            r"requires gathered_parameters, .*; enable \[plugins\.fsdp\], or set plugins\.offload\.parameters =",
-        ),
+        (DDP, r"requires gathered_parameters, .*; enable \[plugins.fsdp\], or set plugins.offload.parameters ="),
     ],
 )
 def test_weights_on_the_host_where_gradients_are_summed_later_are_refused(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=f"parameters = true: .*{told}"):
-        job_of(*SMALL, *BATCH, *words, "--plugins.offload.parameters", "true")
+        job_of(*SMALL, *BATCH, *words, *PARAMETERS)
 
 
-def test_weights_on_the_host_are_refused_where_gradients_are_read_before_they_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_on_the_host_are_refused_where_gradients_are_read_before_they_are_there(monkeypatch: Any) -> None:
     within = (*WITHIN, "--plugins.fsdp.enabled", "true")
     job_of(*SMALL, *within, *PARAMETERS)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
@@ -188,7 +169,7 @@ def test_state_travels_once_per_update_and_the_host_waits_once(monkeypatch: pyte
 
 def test_all_state_travels_where_weights_are_switched() -> None:
     weight = nn.Parameter(torch.linspace(-1, 1, 64))
-    inner = ScheduleFreeAdamW(ScheduleFreeConfig(lr=0.1)).build([NamedParameter("w", weight, "matrix", True)])
+    inner = ScheduleFreeAdamW(ScheduleFreeAdamW.Config(lr=0.1)).build([NamedParameter("w", weight, "matrix", True)])
     optimizer: Any = streamed(inner, 1024)
     for _ in range(2):
         weight.grad = torch.ones(64)
@@ -197,9 +178,8 @@ def test_all_state_travels_where_weights_are_switched() -> None:
     trained = weight.detach().clone()
     optimizer.eval()
     assert not torch.equal(weight, trained)
-    assert {slot for slot, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor)} == {
-        "z", "mean_square", "y",
-    }  # fmt: skip
+    tensors = {slot for slot, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor)}
+    assert tensors == {"z", "mean_square", "y"}
     assert on_host(optimizer.state[weight]["y"])
     optimizer.train()
     assert torch.equal(weight, trained)
@@ -225,18 +205,16 @@ def test_what_is_fetched_is_kept_until_it_is_there() -> None:
     assert refs[1]() is None
 
 
+def test_an_optimizer_that_updates_all_together_is_refused_and_a_table_that_offloads_nothing_is_said() -> None:
+    words, nothing = ("--plugins.path", str(GUESTS / "muon.py"), "--optimizer.name", "muon"), (OPTIMIZER[0], "false")
+    with pytest.raises(ConfigError, match=r"optimizer = true: .* \[optimizer\] name = .muon. cannot; set plugins"):
+        job_of(*SMALL, *words, *OPTIMIZER)
+    (technique,) = (t for t in job_of(*SMALL, *words, *nothing).techniques if t.name == "offload")
+    assert "so nothing is offloaded" in "".join(technique.no_effect(job_of(*SMALL).spec))
+
+
 def test_tensors_whose_sizes_change_in_each_step_are_refused() -> None:
-    words = (
-        "--model.name",
-        "moe",
-        "--model.preset",
-        "moe-tiny",
-        "--mesh.ep",
-        "2",
-        "--mesh.dp_shard",
-        "2",
-        *ACTIVATIONS,
-    )
+    words = ("--model.name", "moe", "--model.preset", "moe-tiny", "--mesh.ep", "2", *LAYOUTS["dp 2"], *ACTIVATIONS)
     with pytest.raises(ConfigError, match=r"activations = true: .* sends as many rows as the router chooses"):
         job_of(*words)
 
@@ -258,11 +236,6 @@ def test_a_host_with_too_little_memory_is_refused(tmp_path: Path) -> None:
             check_host_memory(gib, 2, "they keep", tmp_path / "absent", limit)
 
 
-def test_a_table_that_offloads_nothing_is_said() -> None:
-    (technique,) = (t for t in job_of(*SMALL, "--plugins.offload.optimizer", "false").techniques if t.name == "offload")
-    assert "so nothing is offloaded" in "".join(technique.no_effect(job_of(*SMALL).spec))
-
-
 def test_the_plan_says_whether_the_host_has_the_memory() -> None:
     job = job_of(*SMALL, *BATCH, *OPTIMIZER, "--mesh.dp_shard", "2")
     costs = costs_of(job)
@@ -275,9 +248,7 @@ def test_the_plan_says_whether_the_host_has_the_memory() -> None:
         assert verdict.startswith("fits: peak " if fits else "does NOT fit: peak ") and verdict.endswith(said or "GiB")
 
 
-def test_layouts_that_the_host_has_too_little_memory_for_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_layouts_that_the_host_has_too_little_memory_for_are_left_out(tmp_path: Path, capsys: Any) -> None:
     fixed = (*SMALL, "--train.global_batch_size=8", *OPTIMIZER, "--plugins.compile.enabled=false")
     base = load_base(TOML, fixed)
     found = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=1000)

@@ -23,10 +23,8 @@ SHAPES = {"wide": (6, 9), "tall": (9, 4), "stack": (3, 5, 4), "norm": (7,), "tab
 def _parameters() -> list[NamedParameter]:
     generator = torch.Generator().manual_seed(0)
     kinds: dict[str, ParameterKind] = {"norm": "vector", "table": "table"}
-    weights = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-    return [
-        NamedParameter(name, weight, kinds.get(name, "matrix"), name not in kinds) for name, weight in weights.items()
-    ]
+    weights = ((name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in SHAPES.items())
+    return [NamedParameter(name, weight, kinds.get(name, "matrix"), name not in kinds) for name, weight in weights]
 
 
 Reference = Callable[[str, Tensor, Tensor, dict[str, Tensor], int], Tensor]
@@ -191,21 +189,17 @@ def test_adafactor_keeps_the_mean_square_of_bf16_vectors_in_float32() -> None:
     assert optimizer.state[parameter]["mean_square"].dtype == torch.float32
 
 
-def test_only_updates_of_one_parameter_at_a_time_are_said_to_be_separable() -> None:
-    assert Lion.separable and ScheduleFreeAdamW.separable
-    assert not Muon.separable and not Adafactor.separable
-
-
 SCHEDULE_FREE = ("--optimizer.name", "schedule_free_adamw", "--data.path", ".", "--train.global_batch_size", "8")
 
 
-def test_a_rate_that_falls_is_refused_with_schedule_free() -> None:
+def test_what_is_refused_with_schedule_free() -> None:
+    constant = (*SCHEDULE_FREE, "--lr_schedule.name", "constant")
     with pytest.raises(ConfigError, match=r"lr_schedule\] name = 'cosine' ends at .* of its peak; set \[lr_schedule\]"):
         load_job(JOB, [*SCHEDULE_FREE, "--lr_schedule.name", "cosine"])
-    load_job(JOB, [*SCHEDULE_FREE, "--lr_schedule.name", "constant", "--lr_schedule.warmup_steps", "3"])
-
-
-def test_workers_with_weights_of_their_own_are_refused_with_schedule_free() -> None:
-    words = [*SCHEDULE_FREE, "--lr_schedule.name", "constant", "--mesh.worker", "2", "--mesh.dp_shard", "1"]
+    load_job(JOB, [*constant, "--lr_schedule.warmup_steps", "3"])
     with pytest.raises(ConfigError, match=r"do not exchange, but mesh\.worker = 2; set mesh\.worker = 1"):
-        load_job(JOB, words)
+        load_job(JOB, [*constant, "--mesh.worker", "2", "--mesh.dp_shard", "1"])
+
+
+def test_only_updates_of_one_parameter_at_a_time_are_said_to_be_separable() -> None:
+    assert [kind.separable for kind in (Lion, ScheduleFreeAdamW, Muon, Adafactor)] == [True, True, False, False]

@@ -41,9 +41,6 @@ def _places(rows: int = B, length: int = S) -> Tensor:
     return torch.arange(length).expand(rows, length)
 
 
-# --- the generator ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -61,9 +58,8 @@ def _by_hand(counter: list[int], key: list[int]) -> list[int]:
     """Philox4x32-10 as the paper has it, in Python's integers."""
     for _ in range(10):
         low, high = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [
-            (high >> 32) ^ counter[1] ^ key[0], high % 2**32, (low >> 32) ^ counter[3] ^ key[1], low % 2**32
-        ]  # fmt: skip
+        first, third = (high >> 32) ^ counter[1] ^ key[0], (low >> 32) ^ counter[3] ^ key[1]
+        counter = [first, high % 2**32, third, low % 2**32]
         key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
     return counter
 
@@ -74,28 +70,22 @@ def test_a_number_is_a_function_of_where_it_is_used() -> None:
     module = _named(RandomModule(10), stream)
     seeds = row_seeds(step, torch.tensor([sample]))
     numbers = module.uniform(torch.zeros(1, 1, 10), seeds, torch.tensor([[place]]))
-    words = [
-        word for call in range(3) for word in _by_hand([call, place, 5, step], [stream % 2**32, stream >> 32])
-    ]  # fmt: skip
+    key = [stream % 2**32, stream >> 32]
+    words = [word for call in range(3) for word in _by_hand([call, place, 5, step], key)]
     assert numbers.flatten().tolist() == [(word >> 8) / 2**24 for word in words[:10]]
     bits = module.random_bits16(torch.zeros(1, 1, 10), seeds, torch.tensor([[place]]))
     halves = [half for word in words[:8] for half in (word % 2**16, word >> 16)]
     assert bits.flatten().long().remainder(2**16).tolist() == halves[:10]
 
 
-def test_uniform_numbers_are_uniform() -> None:
+def test_uniform_numbers_and_random_bits_are_uniform() -> None:
     module = _named(RandomModule(64))
     numbers = module.uniform(torch.empty(64, 64, 64), _seeds(rows=64), _places(64, 64))
     assert numbers.dtype == torch.float32 and numbers.min() >= 0 and numbers.max() < 1
     assert _chi_square(numbers.mul(256).long(), 256) < 330.5  # 255 degrees of freedom, p = 0.001
     assert abs(numbers.mean().item() - 0.5) < 4 * math.sqrt(1 / 12 / numbers.numel())
-
-
-def test_random_bits_are_uniform() -> None:
-    module = _named(RandomModule(64))
     bits = module.random_bits16(torch.empty(64, 64, 64), _seeds(rows=64), _places(64, 64)).long() + 2**15
-    assert _chi_square(bits >> 8, 256) < 330.5
-    assert _chi_square(bits & 255, 256) < 330.5
+    assert _chi_square(bits >> 8, 256) < 330.5 and _chi_square(bits & 255, 256) < 330.5
 
 
 def _chi_square(values: Tensor, kinds: int) -> float:
@@ -103,6 +93,7 @@ def _chi_square(values: Tensor, kinds: int) -> float:
     return float(((torch.bincount(values.flatten(), minlength=kinds) - expected) ** 2 / expected).sum())
 
 
+STREAM = name_seed(1, "layers.0.ffn_dropout.stream")
 NEIGHBORS = {
     "feature": lambda numbers, _: (numbers[..., 1:], numbers[..., :-1]),
     "position": lambda numbers, _: (numbers[:, 1:], numbers[:, :-1]),
@@ -110,17 +101,14 @@ NEIGHBORS = {
     "step": lambda numbers, other: (numbers, other(step=2)),
     "module": lambda numbers, other: (numbers, other(stream=name_seed(1, "layers.1.ffn_dropout.stream"))),
     "seed": lambda numbers, other: (numbers, other(stream=name_seed(2, "layers.0.ffn_dropout.stream"))),
-    "bit of the stream": lambda numbers, other: (
-        numbers,
-        other(stream=name_seed(1, "layers.0.ffn_dropout.stream") ^ 1),
-    ),
+    "bit of the stream": lambda numbers, other: (numbers, other(stream=STREAM ^ 1)),
 }
 
 
 @pytest.mark.parametrize("kind", ["uniform", "random_bits16"])
 @pytest.mark.parametrize("along", NEIGHBORS)
 def test_neighbors_are_not_correlated(along: str, kind: str) -> None:
-    def draw(step: int = 1, stream: int = name_seed(1, "layers.0.ffn_dropout.stream")) -> Tensor:
+    def draw(step: int = 1, stream: int = STREAM) -> Tensor:
         module = _named(RandomModule(48), stream)
         numbers = getattr(module, kind)(torch.empty(40, 50, 48), _seeds(step, rows=40), _places(40, 50))
         return numbers.double()
@@ -152,9 +140,6 @@ def test_compiled_numbers_are_the_same(backend: str, width: int) -> None:
     assert torch.equal(compiled(x, seeds, places), module(x, seeds, places))
 
 
-# --- dropout ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_the_mean(p: float) -> None:
     module = _named(Dropout(64, p))
@@ -168,14 +153,9 @@ def test_dropout_keeps_the_mean(p: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_pass_where_features_did_and_a_byte_is_saved(dtype: torch.dtype) -> None:
-    module, saved = _named(Dropout(W, 0.375)), []
+    module, saved = _named(Dropout(W, 0.375)), list[Tensor]()
     x = torch.randn(B, S, W, dtype=dtype, requires_grad=True)
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = module(x, _seeds(), _places())
     y.backward(torch.ones_like(y))
     assert y.dtype == dtype and x.grad is not None
@@ -213,14 +193,11 @@ def test_numbers_that_would_be_wrong_are_refused(shape: tuple[int, ...], seeds: 
         _named(Dropout(W, 0.5))(torch.ones(shape), seeds, _places())
 
 
-# --- a model with dropout -----------------------------------------------------------------------------------------
-
 SIZES = {"n_layers": 2, "dim": 32, "n_heads": 4, "vocab_size": 97, "max_seq_len": 16}
 
 
 def _context(model: Gpt) -> BuildContext:
-    job = load_job(GPT, ["--data.path", "nowhere", "--run.seed", "3"])
-    job = replace(job, model=model)
+    job = replace(load_job(GPT, ["--data.path", "nowhere", "--run.seed", "3"]), model=model)
     mesh = Mesh(Layout((), {}), CPU, 0)
     return BuildContext(job=job, mesh=mesh, spec=model.spec(), precision=Precision())
 
@@ -234,7 +211,7 @@ def test_each_module_has_a_stream_of_its_own() -> None:
     assert len(set(streams.values())) == 5 and not part.module.state_dict().keys() & streams.keys()
 
 
-def test_evaluation_is_that_of_the_model_without_dropout() -> None:
+def test_evaluation_is_that_of_the_model_without_dropout_and_transformers_is_told() -> None:
     tokens, places = torch.arange(32).view(2, 16), _places(2, 16)
     logits = []
     for p in (0.0, 0.5):
@@ -245,18 +222,14 @@ def test_evaluation_is_that_of_the_model_without_dropout() -> None:
         if p:
             assert not torch.equal(parts[0].module(tokens, places, seeds=_seeds(rows=2)), logits[0])
     assert torch.equal(*logits)
+    told = Gpt(GptConfig(**SIZES, dropout=0.125)).hf_config() or {}
+    assert [told[f"{name}_pdrop"] for name in ("embd", "resid", "attn")] == [0.125, 0.125, 0.0]
 
 
 @pytest.mark.parametrize(("p", "said"), [(1.0, "must be below 1"), (-0.1, "must be at least 0"), (1.5, "below 1")])
 def test_a_probability_that_is_none_is_refused(p: float, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[model\] dropout.*{said}"):
         load_job(GPT, ["--data.path", "nowhere", "--model.dropout", str(p)])
-
-
-def test_transformers_is_told() -> None:
-    config = Gpt(GptConfig(**SIZES, dropout=0.125)).hf_config()
-    assert config is not None
-    assert [config[f"{name}_pdrop"] for name in ("embd", "resid", "attn")] == [0.125, 0.125, 0.0]
 
 
 def test_a_micro_batch_carries_step_and_samples() -> None:

@@ -40,19 +40,13 @@ def _layers(spec: ModelSpec, stages: int, points: tuple[str, ...] = ()) -> list[
     return [len(run) for run in runs]
 
 
-# --- cutting ------------------------------------------------------------------------------------------------------
-
-
-def test_equal_layers_are_cut_evenly_where_the_ends_are_small() -> None:
+def test_layers_are_cut_at_points_or_evenly_but_for_large_ends() -> None:
+    assert _layers(_preset("tiny", n_layers=6), 3, ("layers.1", "layers.5")) == [1, 4, 1]
     assert _layers(_preset("65b"), 8) == [10] * 8
     assert _layers(_preset("65b"), 3) == [27, 27, 26]
-
-
-def test_a_large_vocabulary_takes_layers_off_the_ends() -> None:
     # The head of the 8b has the FLOPs of about two layers, and the table and the head the parameters of two each.
     first, *middle, last = _layers(_preset("llama3-8b"), 4)
-    assert first < min(middle)
-    assert last < first
+    assert last < first < min(middle)
 
 
 def test_the_cut_is_the_best_of_all() -> None:
@@ -69,20 +63,11 @@ def test_the_cut_is_the_best_of_all() -> None:
         assert worth((*(run.start for run in runs), 7)) == min(worth(starts) for starts in every)
 
 
-def test_split_points_say_where_stages_begin() -> None:
-    assert _layers(_preset("tiny", n_layers=6), 3, ("layers.1", "layers.5")) == [1, 4, 1]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_stages_live_where_torch_looks_for_them(schedule: str, ranks: int) -> None:
-    stages = 2 * ranks
-    style = "v" if schedule in V_SHAPED else "loop"
-    theirs = generate_stage_to_rank_mapping(ranks, stages, style)
-    assert dict(enumerate(placement(schedule, ranks, stages))) == theirs
-
-
-# --- what a stage holds -------------------------------------------------------------------------------------------
+    theirs = generate_stage_to_rank_mapping(ranks, 2 * ranks, "v" if schedule in V_SHAPED else "loop")
+    assert dict(enumerate(placement(schedule, ranks, 2 * ranks))) == theirs
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -97,10 +82,8 @@ def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
     assert {name for held in names for name in held} == {name for name, _ in whole.named_parameters()}
     twice = {name for held in names for name in held if sum(name in other for other in names) > 1}
     assert twice == ({"embed.weight"} if tied else set())
-    assert all(
-        not stage.get_submodule("layers").keys() - {str(i) for i in run}
-        for stage, run in zip(stages, runs, strict=True)
-    )
+    for stage, run in zip(stages, runs, strict=True):
+        assert stage.get_submodule("layers").keys() <= {str(i) for i in run}
     assert "embed.weight" in names[0]
     middle = ModelPart(stages[1], 1, 3)
     assert not middle.holds("embed") and not middle.holds("norm") and not middle.holds("output")
@@ -111,46 +94,39 @@ def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
     assert len(whole.get_submodule("layers").keys()) == 5, "the model itself must stay whole"
 
 
-def test_a_parameter_without_a_stage_is_refused() -> None:
-    model = Llama(Llama.Config(**Llama.presets["tiny"]))
+def _tiny(**options: Any) -> tuple[nn.Module, ModelSpec]:
+    model = Llama(Llama.Config(**{**Llama.presets["tiny"], **options}))
     with torch.device("meta"):
-        whole = model.build()
-    check_ends(whole, model.spec())
+        return model.build(), model.spec()
+
+
+def test_a_parameter_without_a_stage_and_a_tie_that_the_head_owns_are_refused() -> None:
+    whole, spec = _tiny()
+    check_ends(whole, spec)
     whole.register_parameter("lost", nn.Parameter(torch.zeros(1)))
     with pytest.raises(PluginError, match="lost must be in its embeddings"):
-        check_ends(whole, model.spec())
-
-
-def test_a_tie_that_the_head_owns_is_refused() -> None:
-    model = Llama(Llama.Config(**{**Llama.presets["tiny"], "tied": True}))
-    with torch.device("meta"):
-        whole = model.build()
-    spec = replace(model.spec(), tied=(("embed.weight", "output.weight"),))
-    with pytest.raises(PluginError, match=r"embed\.weight must be"):
         check_ends(whole, spec)
+    whole, spec = _tiny(tied=True)
+    with pytest.raises(PluginError, match=r"embed\.weight must be"):
+        check_ends(whole, replace(spec, tied=(("embed.weight", "output.weight"),)))
 
 
 def test_a_module_that_holds_a_process_group_is_refused() -> None:
-    model = Llama(Llama.Config(**Llama.presets["tiny"]))
-    with torch.device("meta"):
-        whole = model.build()
+    whole, spec = _tiny()
     core = whole.get_submodule("layers.0.attn.core")
     assert isinstance(core, AttentionCore)
     core.use(partial(_over, dist.ProcessGroup(0, 1)), "mine")
     with pytest.raises(PluginError) as refused:
-        carve(whole, model.spec(), range(1), first=True, last=False)
+        carve(whole, spec, range(1), first=True, last=False)
     said = str(refused.value)
     assert said.startswith("the model cannot be cut into stages: cannot pickle ") and "ProcessGroup" in said
     assert said.endswith("; a module holds what has no copy, such as a process group: hold its name")
     core.use(partial(_over, "its name"), "mine", wraps=True)
-    carve(whole, model.spec(), range(1), first=True, last=False)
+    carve(whole, spec, range(1), first=True, last=False)
 
 
 def _over(group: Any, q: Tensor, *_: Any) -> Tensor:
     return q
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
 
 
 def _torch_takes(schedule: str, ranks: int, micro_batches: int) -> bool:
@@ -211,9 +187,8 @@ def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
     "schedule, given, held", [("1F1B", 2, 1), ("GPipe", 3, 1), ("ZBVZeroBubble", 1, 2), ("DualPipeV", 4, 2)]
 )
 def test_schedules_that_hold_a_fixed_number_of_stages_say_so(schedule: str, given: int, held: int) -> None:
-    assert _check(SMALL, 2, schedule=schedule, virtual_stages=given) == [
-        f"virtual_stages = {given}: {schedule} holds exactly {held} on each rank"
-    ]
+    said = f"virtual_stages = {given}: {schedule} holds exactly {held} on each rank"
+    assert _check(SMALL, 2, schedule=schedule, virtual_stages=given) == [said]
 
 
 @pytest.mark.parametrize(
@@ -239,24 +214,18 @@ def test_split_points_must_be_layers_in_order_one_for_each_stage(points: tuple[s
         ("InterleavedZeroBubble", 36, "32 or 40"),
     ],
 )
-def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused(
-    schedule: str, batch: int, nearest: str
-) -> None:
-    spec = _preset("tiny", n_layers=8)
-    micro = 2
-    (text,) = _check(spec, 4, batch=batch, micro=micro, ranks=2, schedule=schedule)
+def test_micro_batches_that_a_schedule_cannot_run_are_refused(schedule: str, batch: int, nearest: str) -> None:
+    check = partial(_check, _preset("tiny", n_layers=8), 4, micro=2, ranks=2, schedule=schedule)
+    (text,) = check(batch=batch)
     assert text.startswith(f"[train] global_batch_size = {batch} makes {batch // 4} micro batches of 2 on each of 2 ")
     assert text.endswith(f"nearest global_batch_size that fits: {nearest}")
     for size in nearest.split(" or "):
-        assert _check(spec, 4, batch=int(size), micro=micro, ranks=2, schedule=schedule) == []
+        assert check(batch=int(size)) == []
 
 
 def test_what_a_split_backward_cannot_bear_is_refused() -> None:
-    three = (
-        _technique(Compile),
-        _technique(FullyShardedDataParallel, zero_stage=3),
-        _technique(ActivationCheckpoint, mode="selective"),
-    )
+    sharded = _technique(FullyShardedDataParallel, zero_stage=3)
+    three = (_technique(Compile), sharded, _technique(ActivationCheckpoint, mode="selective"))
     assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=three) == []
     texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)
     assert ["[plugins.compile] compiles it as one" in text for text in texts] == [True, False, False]

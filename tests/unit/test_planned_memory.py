@@ -21,7 +21,8 @@ from titan.planner.step.predict import Planner, flops_per_token
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 LLAMA = ("--model.preset", "mini", "--model.n_layers", "4", "--data.seq_len", "256")
-GROUPED = (*LLAMA, "--model.n_kv_heads", "2")
+KV2 = ("--model.n_kv_heads", "2")
+GROUPED = (*LLAMA, *KV2)
 GPT = ("--model.name", "gpt", "--model.preset", "nano", "--data.seq_len", "128")
 QWEN3 = ("--model.name", "qwen3", "--model.preset", "nano", "--model.head_dim", "64", "--data.seq_len", "128")
 OLMO2 = ("--model.name", "olmo2", "--model.preset", "nano", "--data.seq_len", "128")
@@ -36,6 +37,8 @@ FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
 NESTEROV = ("--plugins.local_steps.outer", "nesterov")
 WITHIN = ("--plugins.update_in_backward.enabled", "true", "--train.grad_clip", "0")
+TP = ("--mesh.tp", "2")
+EMA = ("--plugins.ema.enabled", "true")
 FEW = ("--data.seq_len", "16")
 UNFUSED = ("--model.attention", "unfused")
 CONTEXT = (*LLAMA, *BF16, *TWO, "--mesh.cp", "4", "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "2")
@@ -52,10 +55,14 @@ WIDE += ("--train.global_batch_size", "1", "--train.micro_batch_size", "1")
 TINY = ("--model.preset", "mini", "--model.n_layers", "8", "--model.vocab_size", "1024", "--data.seq_len", "32")
 TINY += ("--train.global_batch_size", "4", "--train.micro_batch_size", "1")
 TABLE = (*TINY, "--model.n_layers", "4", "--model.vocab_size", "32768")
+EIGHT = ("--train.global_batch_size", "8")
+ZERO2 = ("--plugins.fsdp.zero_stage", "2")
 REPLICAS = ("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2", "--plugins.fsdp.zero_stage", "3")
 SHARDS = ("--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3", "--train.global_batch_size", "2")
+SIXTEEN = ("--train.micro_batch_size", "16")
 WORDS = (*LLAMA, "--model.vocab_size", "65536", "--train.global_batch_size", "256", "--train.micro_batch_size", "32")
 HEAD = ("--plugins.float8.head", "true")
+CHUNKS = ("--data.seq_len", "256", "--loss.chunk_tokens", "64", "--train.micro_batch_size", "2")
 MX = (*HEAD, "--plugins.float8.recipe", "mxfp8", "--plugins.float8.emulate", "always")
 MUON, LION = (("--optimizer.name", name) for name in ("muon", "lion"))
 BITS = ("--optimizer.name", "adamw_8bit")
@@ -91,19 +98,11 @@ def schedule(name: str, *words: str) -> tuple[str, ...]:
 JOBS = {
     "zero 1, two micro batches": (*LLAMA, *BF16, *TWO, *zero(1)),
     "pure, zero 1": (*LLAMA, *PURE, "stochastic", *TWO, *zero(1)),
-    "pure, zero 3, compensated, average of weights": (
-        *LLAMA,
-        *PURE,
-        "kahan",
-        *TWO,
-        *zero(3),
-        "--plugins.ema.enabled",
-        "true",
-    ),
+    "pure, zero 3, compensated, average of weights": (*LLAMA, *PURE, "kahan", *TWO, *zero(3), *EMA),
     "pure, 1F1B, to nearest": (*LLAMA, *PURE, "nearest", *schedule("1F1B")),
     "pure, the update needs most": (*LLAMA, *PURE, "kahan", *sliced("--mesh.dp_shard", "1"), "--data.seq_len", "16"),
-    "zero 1, average of weights": (*LLAMA, *BF16, *TWO, *zero(1), "--plugins.ema.enabled", "true"),
-    "tensor parallel, average of weights": (*LLAMA, *BF16, *TWO, *sliced(), "--plugins.ema.enabled", "true"),
+    "zero 1, average of weights": (*LLAMA, *BF16, *TWO, *zero(1), *EMA),
+    "tensor parallel, average of weights": (*LLAMA, *BF16, *TWO, *sliced(), *EMA),
     "zero 2, two micro batches": (*LLAMA, *BF16, *TWO, *zero(2)),
     "zero 3, two micro batches": (*LLAMA, *BF16, *TWO, *zero(3)),
     "zero 3, one micro batch, selective": (*LLAMA, *BF16, *zero(3), *SELECTIVE),
@@ -122,12 +121,12 @@ JOBS = {
     "ring": context("ring"),
     "ring, selective": context("ring", *SELECTIVE),
     "ring, full": context("ring", *FULL),
-    "ring, tensor parallel, grouped heads": context("ring", "--mesh.tp", "2", "--model.n_kv_heads", "2"),
+    "ring, tensor parallel, grouped heads": context("ring", "--mesh.tp", "2", *KV2),
     "gather": context("gather"),
     "gather, tensor parallel": context("gather", "--mesh.tp", "2"),
     "ulysses": context("ulysses"),
     "ulysses, selective": context("ulysses", *SELECTIVE),
-    "ulysses, full, shared heads": context("ulysses", "--model.n_kv_heads", "2", *FULL),
+    "ulysses, full, shared heads": context("ulysses", *KV2, *FULL),
     "ring, pipeline": (*context("ring"), "--mesh.pp", "2", "--mesh.dp_shard", "1", "--plugins.fsdp.zero_stage", "1"),
     "ring, replicas": (*context("ring"), "--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"),
     "1F1B": (*LLAMA, *BF16, *schedule("1F1B")),
@@ -146,13 +145,13 @@ JOBS = {
     "documents": (*LLAMA, *BF16, *TWO, *zero(2), *PACKED),
     "long documents": (*LONG, *BF16, *TWO, *zero(2), *PACKED),
     "long documents, float32": (*LONG, *TWO, *zero(2), *PACKED),
-    "long documents, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2"),
-    "long documents, grouped heads, full": (*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2", *FULL),
+    "long documents, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *KV2),
+    "long documents, grouped heads, full": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *KV2, *FULL),
     "long documents, selective": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *SELECTIVE),
     "long documents, 1F1B": (*LONG, *BF16, *schedule("1F1B", *PACKED)),
     "documents, 1F1B, full": (*LLAMA, *BF16, *schedule("1F1B", *PACKED, *FULL)),
     "long documents, interleaved": (*LONG, *BF16, *schedule("Interleaved1F1B", *PACKED)),
-    "window, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *WINDOW, "--model.n_kv_heads", "2"),
+    "window, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *WINDOW, *KV2),
     "window, 1F1B": (*LONG, *BF16, *schedule("1F1B", *WINDOW)),
     "ring, documents": context("ring", *PACKED),
     "ring, window": context("ring", *WINDOW),
@@ -160,11 +159,9 @@ JOBS = {
     "ring, long documents": context("ring", *LONG, *PACKED),
     "gather, long documents": context("gather", *LONG, *PACKED),
     "ulysses, documents": context("ulysses", *PACKED),
-    "ulysses, long documents, shared heads": context("ulysses", *LONG, *PACKED, "--model.n_kv_heads", "2"),
+    "ulysses, long documents, shared heads": context("ulysses", *LONG, *PACKED, *KV2),
     "ulysses, window, full": context("ulysses", *LONG, *WINDOW, *FULL),
-    "long documents, grouped heads, no mask": (
-        *(*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2", *AUTO),
-    ),
+    "long documents, grouped heads, no mask": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *KV2, *AUTO),
     "long documents, no mask, float32": (*LONG, *TWO, *zero(2), *PACKED, *AUTO),
     "long documents, no mask, selective": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *SELECTIVE, *AUTO),
     "long documents, no mask, 1F1B": (*LONG, *BF16, *schedule("1F1B", *PACKED, *AUTO)),
@@ -181,7 +178,7 @@ JOBS = {
     "norms over all heads, tensor parallel": (*OLMO2, *BF16, *TWO, *sliced()),
     "norms over all heads, tensor parallel, float32": (*OLMO2, *TWO, *sliced()),
     "norms over all heads, whole sequences, selective": (*OLMO2, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
-    "norms over all heads, grouped, full": (*OLMO2, *BF16, *TWO, *sliced(*FULL), "--model.n_kv_heads", "2"),
+    "norms over all heads, grouped, full": (*OLMO2, *BF16, *TWO, *sliced(*FULL), *KV2),
     "soft caps": (*GEMMA, *BF16, *TWO, *zero(2)),
     "soft caps, float32": (*GEMMA, *TWO, *zero(2)),
     "soft caps, tensor parallel": (*GEMMA, *BF16, *TWO, *sliced()),
@@ -213,9 +210,7 @@ JOBS = {
     "workers alone": (*LLAMA, *BF16, *TWO, *workers("--mesh.worker", "4")),
     "workers, int8": (*LLAMA, *BF16, *TWO, *workers(exchange="int8")),
     "workers, nesterov": (*LLAMA, *BF16, *TWO, *workers(*NESTEROV)),
-    "workers, nesterov in int4, tensor parallel": (
-        *(*LLAMA, *BF16, *TWO, *workers("--mesh.tp", "2", *NESTEROV, exchange="int4")),
-    ),
+    "workers, nesterov in int4, tensor parallel": (*LLAMA, *BF16, *TWO, *workers(*TP, *NESTEROV, exchange="int4")),
     "workers, 1F1B": (*LLAMA, *BF16, *schedule("1F1B", *workers(), "--train.global_batch_size", "16")),
     "updates in backward": (*LLAMA, *BF16, *zero(2), *WITHIN),
     "updates in backward, zero 3, few tokens": (*LLAMA, *FEW, *BF16, *zero(3), *WITHIN),
@@ -226,10 +221,8 @@ JOBS = {
     "updates in backward, replicas": (*TINY, *BF16, *REPLICAS, *WITHIN),
     "pure, updates in backward, replicas": (*TINY, *PURE, "nearest", *REPLICAS, *WITHIN),
     "pure, replicas": (*TABLE, *PURE, "nearest", *REPLICAS),
-    "pure, replicas, two micro batches": (
-        *(*TABLE, *PURE, "nearest", *REPLICAS, "--plugins.fsdp.zero_stage", "2", "--train.global_batch_size", "8"),
-    ),
-    "pure, whole replicas": (*(*TINY, *PURE, "nearest", "--plugins.ddp.enabled", "true", "--mesh.dp_replicate", "4"),),
+    "pure, replicas, two micro batches": (*TABLE, *PURE, "nearest", *REPLICAS, *ZERO2, *EIGHT),
+    "pure, whole replicas": (*TINY, *PURE, "nearest", "--plugins.ddp.enabled", "true", "--mesh.dp_replicate", "4"),
     "sums of a large table, once per step": (*TABLE, *BF16, "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"),
     "pure, sums of a large table, once per step": (*TABLE, *PURE, "nearest", "--mesh.dp_shard", "2"),
     "sums of a large table, one rank per stage": (*TABLE, *BF16, "--mesh.pp", "2"),
@@ -237,11 +230,7 @@ JOBS = {
     "many words": (*WORDS, *zero(2)),
     "many words, zero 3": (*WORDS, *BF16, *zero(3)),
     "many words, tensor parallel": (*WORDS, *BF16, *sliced()),
-    "many words, 1F1B": (
-        *WORDS,
-        *BF16,
-        *schedule("1F1B", "--train.micro_batch_size", "16", "--train.global_batch_size", "128"),
-    ),
+    "many words, 1F1B": (*WORDS, *BF16, *schedule("1F1B", *SIXTEEN, "--train.global_batch_size", "128")),
     "many words, logits kept": (*WORDS, *BF16, *zero(2), "--loss.chunk_tokens", "8192"),
     "muon, zero 2": (*LLAMA, *BF16, *TWO, *zero(2), *MUON),
     "muon, tied, tensor parallel": (*GPT, *BF16, *TWO, *sliced(), *MUON),
@@ -262,10 +251,7 @@ if find_spec("torchao") is not None:
         "many words, head in float8": (*WORDS, *BF16, *zero(2), *HEAD),
         "many words, head in mxfp8": (*WORDS, *BF16, *zero(2), *MX),
         "many words, head in float8, logits kept": (*WORDS, *BF16, *zero(2), *HEAD, "--loss.chunk_tokens", "8192"),
-        "head in float8, in small chunks": (
-            *(*TABLE, *BF16, *HEAD, "--mesh.dp_shard", "2", "--data.seq_len", "256", "--loss.chunk_tokens", "64"),
-            *("--train.micro_batch_size", "2"),
-        ),
+        "head in float8, in small chunks": (*TABLE, *BF16, *HEAD, "--mesh.dp_shard", "2", *CHUNKS),
     }
 
 
@@ -311,9 +297,8 @@ def test_collectives_move_the_bytes_of_the_dry_run(both: list[tuple[Job, Memory,
         costs = costs_of(job)
         planned = moved(job.layout.index_of(exact.rank, "layers"), costs, job.layout)
         # Ring attention sends by an all-to-all in which a rank has something for one other only.
-        expected = {
-            ("all_to_all" if kind == "send" else kind, " x ".join(axes)): size for (kind, axes), size in planned.items()
-        }
+        named = {kind: "all_to_all" if kind == "send" else kind for kind, _ in planned}
+        expected = {(named[kind], " x ".join(axes)): size for (kind, axes), size in planned.items()}
         counted: Counter[tuple[str, str]] = Counter()
         for collective in exact.collectives:
             kind = re.sub(r"^_*|_+$", "", collective.kind)
@@ -362,7 +347,7 @@ def test_a_rank_alone_makes_and_sums_gradients(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("precision", [(), BF16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("model", [LLAMA, GPT, NEOX, OLMO2, QWEN3, GEMMA], ids=lambda words: words[1])
 def test_norms_save_on_a_cpu_what_several_kernels_do(model: tuple[str, ...], precision: tuple[str, ...]) -> None:
-    words = (*model, *precision, "--train.global_batch_size", "16", "--train.micro_batch_size", "16")
+    words = (*model, *precision, "--train.global_batch_size", "16", *SIXTEEN)
     job = job_of(*words)
     (planned,) = memories(costs_of(job), job.layout, DeviceMemory(0.0, fused_norms=False))
     exact = dry_run(job_of(*words), 0, fused=False)
@@ -382,9 +367,8 @@ def test_flops_are_those_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) 
     job, _, exact = both[0]
     method = job.table["plugins"]["context"]["method"] if job.layout.degree_of("sliced") > 1 else "ulysses"
     window = job.table["model"].get("sliding_window")  # by usual practice S x window FLOPs, of S x S that are computed
-    if (
-        window or job.layout.degree_of("layers", "slices") > 1 or method != "ulysses"
-    ):  # others leave out part of the square
+    # Other methods leave out part of the square.
+    if window or job.layout.degree_of("layers", "slices") > 1 or method != "ulysses":
         return
     forward_and_backward = sum(f.forward + f.backward for f in exact.flops.values())
     tokens = job.micro_batch * job.data.seq_len * job.micro_batches / job.layout.degree_of("sliced")

@@ -10,26 +10,15 @@ import pytest
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
-from titan.planner.report.plots import (
-    ACTIONS,
-    COMPONENTS,
-    LEGIBLE,
-    draw_prediction,
-    draw_study,
-    prediction_figure,
-    study_figure,
-)
+from titan.planner.report.plots import ACTIONS, COMPONENTS, LEGIBLE, draw_study, prediction_figure, study_figure
+from titan.planner.report.plots import draw_prediction as draw
 from titan.planner.report.study import Point, Study
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, Prediction
 
 FRONTIER = cluster.load("mi250x-frontier")
+pytest.importorskip("matplotlib")
 STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
-
-
-@pytest.fixture
-def to_rgb() -> Any:
-    return pytest.importorskip("matplotlib.colors").to_rgb
 
 
 def _predicted(config: str = "configs/debug3d.toml", *words: str, keep: bool = True) -> Prediction:
@@ -48,44 +37,29 @@ def _point(x: float, value: float, series: str = "", fits: bool = True) -> Point
 SMALL = _study(_point(1, 90, fits=False), _point(2, 50), Point(4, "4", "", {}, False, "four is too many"))
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", STARTS)
 def test_files(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     before = set(sys.modules)
-    for number, draw in enumerate((lambda path: draw_prediction(_predicted(), FRONTIER, path),
+    for number, drawing in enumerate((lambda path: draw(_predicted(), FRONTIER, path),
                                    lambda path: draw_study(SMALL, path))):  # fmt: skip
         path = tmp_path / "new" / f"{number}{suffix}"
-        draw(path)
+        drawing(path)
         assert path.read_bytes().startswith(STARTS[suffix]) and path.stat().st_size > 5000
     assert "matplotlib.pyplot" not in set(sys.modules) - before  # which would look for a window
 
 
-def test_only_known_suffixes(tmp_path: Path) -> None:
+def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--plot: .*memory\.jpeg: the suffix must be one of \.png, \.svg, \.pdf"):
         draw_study(SMALL, tmp_path / "memory.jpeg")
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "a.png").mkdir()
     with pytest.raises(ConfigError, match=r"a\.png: cannot be written: Is a directory"):
         draw_study(SMALL, tmp_path / "a.png")
-
-
-def test_matplotlib_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"needs the matplotlib package: .* -m pip install -e .*\[plot\]"):
-        draw_study(SMALL, tmp_path / "a.png")
+        draw_study(SMALL, tmp_path / "b.png")
 
 
-# --- predictions --------------------------------------------------------------------------------------------------
-
-
-def test_memory_is_stacked_up_to_the_total() -> None:
-    pytest.importorskip("matplotlib")
+def test_memory_is_stacked_up_to_the_total_and_time_adds_up_to_the_step() -> None:
     prediction = _predicted("configs/gpt175b.toml", keep=False)
     memory, time = prediction_figure(prediction, FRONTIER).get_axes()
     assert [bars.get_label() for bars in memory.containers] == list(COMPONENTS)
@@ -96,12 +70,6 @@ def test_memory_is_stacked_up_to_the_total() -> None:
         assert top.get_y() + top.get_height() == pytest.approx(held.gib()["total"])
     assert [line.get_ydata()[0] for line in memory.get_lines()] == [64.0]
     assert time.get_title() == "step time of the rank that finishes last"
-
-
-def test_the_time_adds_up_to_the_step() -> None:
-    pytest.importorskip("matplotlib")
-    prediction = _predicted("configs/gpt175b.toml", keep=False)
-    _, time = prediction_figure(prediction, FRONTIER).get_axes()
     spent, overlapped = time.containers
     assert sum(bar.get_width() for bar in spent) == pytest.approx(prediction.step_time_s)
     assert sum(bar.get_width() for bar in overlapped) == pytest.approx(sum(prediction.overlapped_s.values()))
@@ -116,7 +84,9 @@ def _drawn(axes: Any) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("schedule", "kinds"), [("1F1B", "FB"), ("ZBVZeroBubble", "FIW")])
-def test_a_short_schedule_is_drawn_whole(schedule: str, kinds: str, to_rgb: Any) -> None:
+def test_a_short_schedule_is_drawn_whole(schedule: str, kinds: str) -> None:
+    from matplotlib.colors import to_rgb
+
     prediction = _predicted("configs/debug3d.toml", f"--plugins.pipeline.schedule={schedule}")
     *_, gantt = prediction_figure(prediction, FRONTIER).get_axes()
     actions = prediction.timeline.actions
@@ -131,10 +101,11 @@ def test_a_short_schedule_is_drawn_whole(schedule: str, kinds: str, to_rgb: Any)
     assert sum(sorted(_drawn(gantt)), ()) == pytest.approx(sum(ends, ()))
     assert len(gantt.texts) == len(ends)  # numbered by micro batch
     assert gantt.get_xlim() == (0, prediction.timeline.makespan)
+    *_, alone = prediction_figure(_predicted("configs/quickstart.toml"), FRONTIER).get_axes()
+    assert len(alone.collections) == 1
 
 
 def test_of_a_long_schedule_beginning_and_end_are_drawn() -> None:
-    pytest.importorskip("matplotlib")
     prediction = _predicted("tests/configs/gpt175b.toml")
     figure = prediction_figure(prediction, FRONTIER)
     *_, first, last = figure.get_axes()
@@ -148,17 +119,7 @@ def test_of_a_long_schedule_beginning_and_end_are_drawn() -> None:
     assert any("first and last" in place.get_suptitle() for place in figure.subfigs)
 
 
-def test_one_rank_is_drawn_too() -> None:
-    pytest.importorskip("matplotlib")
-    *_, gantt = prediction_figure(_predicted("configs/quickstart.toml"), FRONTIER).get_axes()
-    assert len(gantt.collections) == 1
-
-
-# --- studies ------------------------------------------------------------------------------------------------------
-
-
 def test_lines_have_hollow_points_and_crosses() -> None:
-    pytest.importorskip("matplotlib")
     (axes,) = study_figure(SMALL).get_axes()
     line, fits, hollow, room, cross = axes.get_lines()
     assert [*line.get_xdata()] == [1, 2] and [*line.get_ydata()] == [90, 50]
@@ -174,7 +135,6 @@ def test_lines_have_hollow_points_and_crosses() -> None:
 
 
 def test_each_series_is_a_line_of_its_own() -> None:
-    pytest.importorskip("matplotlib")
     points = _point(1, 10, "a"), _point(2, 20, "a"), _point(1, 5, "b"), _point(2, 6, "b")
     (axes,) = study_figure(_study(*points, Point(1, "1", "c", {}, False, "no"), shown=("tokens_per_s",))).get_axes()
     first, _, second, _, _, cross = axes.get_lines()
@@ -186,7 +146,6 @@ def test_each_series_is_a_line_of_its_own() -> None:
 
 
 def test_bars_of_what_does_not_fit_are_hollow() -> None:
-    pytest.importorskip("matplotlib")
     study = _study(_point(0, 90, fits=False), _point(1, 50), shown=("memory_gib", "tokens_per_s"), bars=True)
     memory, speed = study_figure(study).get_axes()
     assert [bar.get_height() for bar in memory.patches] == [90, 50]

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.contracts.base.cost import Recompute
+from titan.planner.machine.network import Group
 from titan.planner.report.render import prediction_text
 from titan.planner.step.layout import costs_of, group_of
 from titan.planner.step.predict import Planner, Prediction
@@ -56,12 +56,10 @@ def test_the_bubble_of_equal_stages_is_the_textbooks() -> None:
 
 def test_full_recompute_is_another_forward_but_for_the_last_product() -> None:
     job = job_of()
-    costs = costs_of(job)
-    planner = Planner(CLUSTER)
-    plain = planner.predict(costs, job.layout)
-    stops = planner.predict(replace(costs, recompute=Recompute()), job.layout)
-    whole = planner.predict(replace(costs, recompute=Recompute(full_layer=True)), job.layout)
-    half = planner.predict(replace(costs, recompute=Recompute(every=2, full_layer=True)), job.layout)
+    each = (None, Recompute(), Recompute(full_layer=True), Recompute(every=2, full_layer=True))
+    plain, stops, whole, half = (
+        Planner(CLUSTER).predict(replace(costs_of(job), recompute=recompute), job.layout) for recompute in each
+    )
     layers = whole.time_s["recompute"]
     assert plain.time_s["recompute"] == 0
     assert half.time_s["recompute"] == pytest.approx(layers / 2, rel=1e-9)
@@ -71,28 +69,17 @@ def test_full_recompute_is_another_forward_but_for_the_last_product() -> None:
     assert whole.hardware_tflops_per_device / whole.model_tflops_per_device == pytest.approx(ratio, rel=1e-9)
 
 
-def test_a_product_that_fills_the_device_runs_at_its_efficiency() -> None:
-    device = Planner(CLUSTER).device
-    # 2 m k n FLOPs at half of 100 TFLOP/s, large enough to be bound by them.
-    assert device.product(4096, 4096, 4096, "float32", 4) == pytest.approx(2 * 4096**3 / 50e12, rel=1e-3)
-
-
-def test_groups_stand_where_the_mesh_puts_them() -> None:
-    layout = job_of("--mesh.pp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "1").layout
-    assert (group_of(["tp"], layout).size, group_of(["tp"], layout).stride) == (2, 1)
-    assert (group_of(["dp_shard"], layout).size, group_of(["dp_shard"], layout).stride) == (2, 2)
-    assert (group_of(["pp"], layout).size, group_of(["pp"], layout).stride) == (2, 4)
-
-
 def test_collectives_take_their_bytes_over_the_slowest_link() -> None:
-    network = Planner(CLUSTER).network
-    inner = job_of("--mesh.tp", "4").layout
-    outer = job_of("--mesh.dp_shard", "8").layout
-    gigabyte = 1e9
-    assert network.collective("all_gather", group_of(["tp"], inner), gigabyte) == pytest.approx(3 / 4 / 100)
-    assert network.collective("all_reduce", group_of(["tp"], inner), gigabyte) == pytest.approx(2 * 3 / 4 / 100)
+    mesh = job_of("--mesh.pp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "1").layout
+    found = {axis: group_of([axis], mesh) for axis in ("tp", "dp_shard", "pp")}
+    assert found == {"tp": Group(2, 1), "dp_shard": Group(2, 2), "pp": Group(2, 4)}
+    network, gigabyte = Planner(CLUSTER).network, 1e9
+    inner = group_of(["tp"], job_of("--mesh.tp", "4").layout)
+    outer = group_of(["dp_shard"], job_of("--mesh.dp_shard", "8").layout)
+    assert network.collective("all_gather", inner, gigabyte) == pytest.approx(3 / 4 / 100)
+    assert network.collective("all_reduce", inner, gigabyte) == pytest.approx(2 * 3 / 4 / 100)
     # Two nodes of four ranks: all four drive their links of 10 GB/s.
-    assert network.collective("all_gather", group_of(["dp_shard"], outer), gigabyte) == pytest.approx(7 / 8 / 40)
+    assert network.collective("all_gather", outer, gigabyte) == pytest.approx(7 / 8 / 40)
 
 
 def test_joining_slices_takes_its_time_at_each_collective() -> None:
@@ -174,7 +161,7 @@ def test_wrong_input(words: list[str], said: str, capsys: pytest.CaptureFixture[
     assert said in capsys.readouterr().err
 
 
-def test_the_table_says_that_a_job_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_that_a_job_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "llama65b.toml", "--mesh.dp_shard", "1", "--mesh.tp", "1", "--mesh.pp", "1"]) == 0
     assert "does NOT fit" in capsys.readouterr().out
 

@@ -4,16 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.jobs import LLAMA, MOE
+from tests.operations import Watch
 from titan.contracts.objective import Projection
 from titan.layers import products
 from titan.layers.attention import attend, document_mask
@@ -49,17 +48,15 @@ def _assert_rounded_once(found: list[Tensor], exact: list[Tensor]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=STEP, atol=1e-5)
 
 
-class _Watch(TorchDispatchMode):
+def _assert_near(found: list[Tensor], exact: list[Tensor], steps: int) -> None:
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < steps * STEP * other.norm()
+
+
+def _watch(seen: list[torch.dtype]) -> Watch:
     """Notes the dtypes of the matrices that are multiplied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm):
-            self.seen.append(args[1].dtype)
-        return func(*args, **(kwargs or {}))
+    kinds = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm)
+    return Watch(lambda func, args, _: seen.append(args[1].dtype) if func.overloadpacket in kinds else None)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -87,10 +84,10 @@ def test_a_linear_is_recomputed_and_compiled() -> None:
 
 def test_a_backward_of_one_input_computes_one_product(in_float32: bool) -> None:
     x, weight = _drawn(7, 24).requires_grad_(), _drawn(40, 24).requires_grad_()
-    y = products.linear(x * 1, weight)
-    with _Watch() as watch:
+    y, seen = products.linear(x * 1, weight), list[torch.dtype]()
+    with _watch(seen):
         torch.autograd.grad(y, x, torch.ones_like(y))
-    assert watch.seen == [torch.float32 if in_float32 else torch.bfloat16]
+    assert seen == [torch.float32 if in_float32 else torch.bfloat16]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -104,9 +101,8 @@ def test_gradients_of_attention_are_those_of_double_precision(kv_heads: int, mas
     found = _gradients(lambda *own: attend(*own, mask), *inputs)
     wide = None if mask is None else mask.double()
     exact = _gradients(lambda *own: attend(*own, wide), *(each.double() for each in inputs))
-    for one, other in zip(found, exact, strict=True):
-        assert one.dtype == torch.bfloat16
-        assert (one - other).norm() < 3 * STEP * other.norm()
+    assert {one.dtype for one in found} == {torch.bfloat16}
+    _assert_near(found, exact, 3)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +117,7 @@ def test_attention_leaves_to_pytorch_what_the_kernel_does_not_take(width: int, t
         return attend(q.mT if turned else q, q, v, *masks)
 
     found, exact = _gradients(attended, *inputs), _gradients(attended, *(each.double() for each in inputs))
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() < 4 * STEP * other.norm()
+    _assert_near(found, exact, 4)
 
 
 def test_rows_of_experts_are_rounded_once() -> None:
@@ -140,12 +135,10 @@ def test_the_fused_loss_and_its_gradients() -> None:
         states = _drawn(2, 16, 24).to(dtype).requires_grad_()
         objective, _, _ = fused(states, labels, Projection(head, head.forward, 50), 8, 0.0)
         objective.backward()
-        assert states.grad is not None
-        assert head.weight.grad is not None
+        assert states.grad is not None and head.weight.grad is not None
         results += [objective.detach(), states.grad, head.weight.grad]
     assert [each.dtype for each in found[1:]] == [torch.bfloat16] * 2
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() < 3 * STEP * other.norm()
+    _assert_near(found, exact, 3)
 
 
 def test_linears_change_on_such_a_cpu_alone_and_a_forward_that_was_replaced_stays(in_float32: bool) -> None:
@@ -169,9 +162,10 @@ def test_nothing_is_widened_on_the_meta_device_nor_in_other_precisions() -> None
 def _watched(lacks: bool, folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: train; how many products of two bf16 matrices there were."""
     products.LACKS_BF16 = lacks
-    with _Watch() as watch:
+    seen: list[torch.dtype] = []
+    with _watch(seen):
         trained(folder, words, config)
-    return {"products": torch.tensor(watch.seen.count(torch.bfloat16))}
+    return {"products": torch.tensor(seen.count(torch.bfloat16))}
 
 
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=lambda path: path.stem)

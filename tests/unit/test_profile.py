@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -19,7 +20,6 @@ from titan.config import load_job
 from titan.contracts import Axis
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.layout import Layout
-from titan.contracts.plugin.registry import of_kind
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.plugins.observe.profile import MOST_BYTES, Config, Profile, recorder
@@ -33,9 +33,6 @@ AXES = (
     Axis(name="dp_shard", data="dealt", weights="copies", topology_order=20, doc="shards"),
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc="slices"),
 )
-
-
-# --- intervals ----------------------------------------------------------------------------------------------------
 
 
 def test_union_minus_and_inside() -> None:
@@ -74,20 +71,15 @@ def test_of_two_at_once_the_first_to_begin_counts() -> None:
     assert first_come(sent) == {"tp": [(0, 4), (6, 8)], "dp": [(4, 6)]}
 
 
-# --- traces -------------------------------------------------------------------------------------------------------
-
-
 def event(name: str, cat: str, begin: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": end - begin, "pid": 1, "tid": tid, "args": args}
 
 
 def kernel(name: str, begin: float, end: float, stream: int, launched: float, **args: Any) -> list[dict[str, Any]]:
     """A kernel, and its launch by the host."""
-    launch = event("cudaLaunchKernel", "cuda_runtime", launched, launched + 1, correlation=int(launched * 10))
-    return [
-        event(name, "kernel", begin, end, tid=stream, correlation=int(launched * 10), stream=stream, **args),
-        launch,
-    ]
+    own = {"correlation": int(launched * 10)}
+    launch = event("cudaLaunchKernel", "cuda_runtime", launched, launched + 1, **own)
+    return [event(name, "kernel", begin, end, tid=stream, stream=stream, **own, **args), launch]
 
 
 def sent(kind: str, group: str, begin: float, end: float, stream: int, launched: float) -> list[dict[str, Any]]:
@@ -116,12 +108,18 @@ GPU = [
 ]
 
 
+def microseconds(events: list[dict[str, Any]], steps: int, *more: Any) -> dict[str, float]:
+    """Of all these steps."""
+    found = seconds_per_step({"traceEvents": events}, steps, *more)
+    return {name: round(value * steps * 1e6, 6) for name, value in found.items()}
+
+
 def test_a_trace_of_a_gpu() -> None:
-    found = seconds_per_step({"traceEvents": GPU}, 2, {"1": "dp_shard", "2": "tp"})
-    seconds = {name: round(value * 2e6, 6) for name, value in found.items()}
-    assert seconds == {
+    assert microseconds(GPU, 2, {"1": "dp_shard", "2": "tp"}) == {
         "update": 18, "compute": 24, "dp_shard": 6 + 5, "tp": 2 + 4, "": 2, "data": 4, "other": 100 - 65
     }  # fmt: skip
+    last = microseconds(GPU, 1, {"1": "dp_shard", "2": "tp"})
+    assert sum(last.values()) == 50 and last["update"] == 0
 
 
 def test_a_batch_of_sends_names_no_group() -> None:
@@ -133,8 +131,8 @@ def test_a_batch_of_sends_names_no_group() -> None:
         *sent("SendRecv", "3", 50, 57, 22, 3),
         *sent("SendRecv", "9", 60, 61, 22, 4),  # of a group that no axis has
     ]
-    found = seconds_per_step({"traceEvents": trace}, 1, {"3": "cp"}, "pp")
-    assert {name: round(value * 1e6, 6) for name, value in found.items() if value} == {
+    found = microseconds(trace, 1, {"3": "cp"}, "pp")
+    assert {name: value for name, value in found.items() if value} == {
         "pp": 30, "": 5 + 1, "cp": 7, "other": 100 - 43
     }  # fmt: skip
 
@@ -154,11 +152,6 @@ def test_the_axis_of_a_batch_is_found_by_facts(degrees: dict[str, int], axis: st
         Axis(name="copies", data="dealt", weights="copies", topology_order=10, doc="copies"),
     )
     assert axis_of_batches(Layout(axes, degrees)) == axis
-
-
-def test_one_step_of_two() -> None:
-    found = seconds_per_step({"traceEvents": GPU}, 1, {"1": "dp_shard", "2": "tp"})
-    assert round(sum(found.values()) * 1e6, 6) == 50 and found["update"] == 0
 
 
 def call(axes: str, begin: float) -> list[dict[str, Any]]:
@@ -194,9 +187,7 @@ CPU = [
 
 
 def test_a_trace_of_a_cpu() -> None:
-    found = seconds_per_step({"traceEvents": CPU}, 1, {"1": "unused"})
-    seconds = {name: round(value * 1e6, 6) for name, value in found.items()}
-    assert seconds == {
+    assert microseconds(CPU, 1, {"1": "unused"}) == {
         "data": 8, "update": 15, "compute": 18 + 2 + 6 + 5, "tp": 1.5 + 10 + 4 + 2.5, "dp_shard": 1.5 + 2, "pp": 5,
         "other": 100 - 80.5,
     }  # fmt: skip
@@ -207,8 +198,6 @@ def test_steps_that_the_profiler_dropped(events: list[dict[str, Any]]) -> None:
     with pytest.raises(LookupError, match=r"the trace has [012] of the 3 steps that were recorded"):
         seconds_per_step({"traceEvents": events}, 3, {})
 
-
-# --- the table ----------------------------------------------------------------------------------------------------
 
 MEASURED = {
     "update": 0.01, "compute": 0.05, "dp_shard": 0.01, "dp_replicate": 0.005, "tp": 0.02, "": 0.001, "data": 0.002,
@@ -248,8 +237,6 @@ def test_every_row_is_a_key_of_metrics() -> None:
     assert {f"profile_{row}_s" for row in by_row(measured, AXES)} <= set(Profile.measures)
 
 
-# --- the recording ------------------------------------------------------------------------------------------------
-
 NAME = "rank-0_steps-1-2"
 
 
@@ -258,15 +245,9 @@ class Profiler:
 
     def __init__(self, done: list[str], trace: str, fails: dict[str, Exception]) -> None:
         self.done, self.trace, self.fails = done, trace, fails
-
-    def prepare_trace(self) -> None:
-        self._does("prepare")
-
-    def start_trace(self) -> None:
-        self._does("start")
-
-    def stop_trace(self) -> None:
-        self._does("stop")
+        self.prepare_trace, self.start_trace, self.stop_trace = (
+            partial(self._does, what) for what in ("prepare", "start", "stop")
+        )
 
     def export_chrome_trace(self, path: str) -> None:
         self._does("export")
@@ -286,12 +267,9 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     """Makes a technique that records two steps of a rank, 1 and 2, and a list of what it does to the process."""
     caplog.set_level(logging.INFO, "titan")
 
-    def made(
-        device: str = "cpu",
-        trace: str = json.dumps({"traceEvents": CPU + GPU[1:2]}),
-        from_step: int = 1,
-        **fails: Exception,
-    ) -> tuple[Profile, list[str]]:
+    whole = json.dumps({"traceEvents": CPU + GPU[1:2]})
+
+    def made(device: str = "cpu", trace: str = whole, from_step: int = 1, **fails: Exception) -> Any:
         done: list[str] = []
         memory = SimpleNamespace(
             _record_memory_history=lambda enabled="all", **_: done.append(f"history {enabled}"),
@@ -306,10 +284,8 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         mesh = SimpleNamespace(layout=layout, device=where, rank=0, groups=lambda: [("tp", group)])
         job = SimpleNamespace(folder=tmp_path, train=SimpleNamespace(steps=9))
         technique = Profile(Config(from_step=from_step, steps=2))
-        technique.apply(
-            None,  # type: ignore[arg-type]
-            SimpleNamespace(mesh=mesh, job=job, device=where, predict=lambda name: None),  # type: ignore[arg-type]
-        )
+        context: Any = SimpleNamespace(mesh=mesh, job=job, device=where, predict=lambda name: None)
+        technique.apply(None, context)  # type: ignore[arg-type]
         technique.load_state_dict({})
         return technique, done
 
@@ -369,9 +345,7 @@ def test_a_recording_that_fails_ends_no_run(
 
 
 @pytest.mark.parametrize("what", ["prepare", "start"])
-def test_a_profiler_that_does_not_start_ends_no_run(
-    what: str, recording: Recording, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_profiler_that_does_not_start_ends_no_run(what: str, recording: Recording, caplog: Any) -> None:
     technique, done = recording(from_step=3, **{what: RuntimeError("another profiler runs")})
     run(technique, steps=4)
     assert done.count("history all") == done.count("history None") and "export" not in done
@@ -402,11 +376,7 @@ def test_an_error_of_the_run_in_the_window(
 
 @pytest.mark.parametrize("bytes_", [MOST_BYTES, MOST_BYTES + 1_000_000])
 def test_a_large_trace_is_not_read(
-    bytes_: int,
-    recording: Recording,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    bytes_: int, recording: Recording, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
 ) -> None:
     technique, _ = recording()
     export = recorder.Recorder._export
@@ -428,9 +398,6 @@ def test_the_size_of_a_trace_is_that_of_its_json(recording: Recording, tmp_path:
     found = technique._recorder.end("some", whole=True)
     assert found is not None and found.size == 3_000_000
     assert gzip.decompress(found.trace.read_bytes()) == b"x" * 3_000_000
-
-
-# --- the job ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,7 +430,3 @@ def test_what_is_refused(words: tuple[str, str], said: str, tmp_path: Path) -> N
 )
 def test_the_cluster_of_a_device(device: str, memory_gib: float, name: str) -> None:
     assert cluster.of_device(device, memory_gib) == name
-
-
-def test_it_is_there() -> None:
-    assert "profile" in {plugin.name for plugin in of_kind("technique")}

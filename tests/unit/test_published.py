@@ -13,17 +13,8 @@ from bench import plan_accuracy
 from bench.published import describe, keep, left_out, page, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
-from bench.published.report import (
-    UNEXPLAINED,
-    by_group,
-    memory,
-    of_others,
-    out_of_memory,
-    ranked,
-    results,
-    spearman,
-    sweeps,
-)
+from bench.published.report import UNEXPLAINED, by_group, memory, of_others, out_of_memory, ranked, spearman, sweeps
+from bench.published.report import results as results_of
 from bench.published.rows import Skip, load, measured, read
 from tests.published import row
 
@@ -77,7 +68,7 @@ def test_rows_of_another_kind_are_listed_not_raised() -> None:
     ],
 )
 def test_times_are_worked_out_from_rates(stated: dict[str, float], seconds: float | None) -> None:
-    described = row(step_time_s=None, **stated) if "step_time_s" not in stated else row(**stated)
+    described = row(**{"step_time_s": None, **stated})
     assert measured(described, read(described)) == seconds
 
 
@@ -126,19 +117,15 @@ def test_a_source_left_out_is_told_with_and_without_its_unexplained_rows(monkeyp
 
 def test_figures_count_what_they_say() -> None:
     def figure(**changed: Any) -> tuple[float, str, bool]:
-        (case,), _ = cases_of([row(recompute=None, **changed)])
-        return memory(case, World())
+        return memory(case_of(row(recompute=None, **changed)), World())
 
     nanotron: dict[str, Any] = {"framework": "nanotron", "precision": "bf16", "mem_kind": "GB"}
     first, everything = figure(**nanotron), figure(**nanotron | {"framework": "nothing known"})
     assert first[1] == "rank 0, reserved by PyTorch" and everything[1] == "as printed"
     full = figure(framework="Megatron-DeepSpeed", mem_kind="nvidia-smi", tp=1, pp=1)
     assert full == (World().devices["a100-80gb"].device.memory_gib, "whole process", False)
-
-
-def test_errors_of_other_frameworks_are_those_of_all_but_whole_processes() -> None:
-    rows_ = [row(mem_gb=40, mem_kind=kind) for kind in ("nvidia-smi", "max reserved", "as printed")]
-    found = results(cases_of(rows_)[0], World())
+    kinds = ("nvidia-smi", "max reserved", "as printed")
+    found = results_of([case_of(row(mem_gb=40, mem_kind=kind)) for kind in kinds], World())
     errors = [abs(r.memory_error or 0.0) for r in found[1:]]
     assert of_others(found)["n"] == 2 and of_others(found)["mean"] == pytest.approx(sum(errors) / 2)
 
@@ -155,7 +142,7 @@ def test_a_sweep_is_rows_that_differ_in_layout_and_its_choice_is_judged() -> Non
         row(id=f"g{tp}", tp=tp, pp=16 // tp, step_time_s=seconds, complete_time="A")
         for tp, seconds in ((2, 11.0), (4, 10.0), (8, 12.0))
     ]
-    found = results(cases_of([*table, row(id="alone", layers=40)])[0], World())
+    found = results_of(cases_of([*table, row(id="alone", layers=40)])[0], World())
     (named,) = sweeps(found).values()
     assert [r.case.id for r in named] == ["g2", "g4", "g8"]
     of = ranked(named)
@@ -168,16 +155,18 @@ def test_a_sweep_is_rows_that_differ_in_layout_and_its_choice_is_judged() -> Non
 
 def test_runs_out_of_memory_are_called() -> None:
     rows_ = [row(id="fits"), row(id="not", tp=2, pp=1, outcome="OOM"), row(id="fine", outcome="ok")]
-    told = out_of_memory(results(cases_of(rows_)[0], World()))
+    told = out_of_memory(results_of(cases_of(rows_)[0], World()))
     assert (told["out"], told["called"], told["ran"], told["false"]) == (1, 1, 1, [])
 
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=lambda c: c.name)
-def test_a_constant_is_what_it_was_set_to(constant: Any) -> None:
+def test_a_constant_is_what_it_was_set_to_and_keyed_on_no_source(constant: Any) -> None:
     middle = (constant.low + constant.high) / 2
-    world = World({constant: middle})
-    assert get(constant, world) == middle != get(constant, World())
+    assert get(constant, World({constant: middle})) == middle != get(constant, World())
     assert constant.low <= get(constant, World()) <= constant.high
+    names = {*all_devices(), *all_fabrics()}
+    assert set(constant.devices) <= names
+    assert constant.devices or constant.where.split(".")[1] in names
 
 
 @pytest.fixture
@@ -196,14 +185,15 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_fitted_constants_are_put_where_they_are_read_and_nothing_else_changes(copied: Path) -> None:
     files = sorted(copied.rglob("*.toml"))
     before = [file.read_text() for file in files]
+    keep.write(keep.kept(json.loads(plan_accuracy.FITTED.read_text())["constants"]))
+    assert [file.read_text() for file in files] == before, "the files hold what the kept fit says"
     values = {c: round(c.low + (c.high - c.low) * (i + 1) / (len(CONSTANTS) + 2), 3) for i, c in enumerate(CONSTANTS)}
     keep.write(values)
     world = World()
     assert [get(c, world) for c in CONSTANTS] == pytest.approx(list(values.values()), rel=1e-3)
     launch = next(c for c in CONSTANTS if c.where == "kernels.launch_us")
-    assert {world.devices[name].kernels.launch_us for name in launch.lent} == {
-        world.devices["a100-80gb"].kernels.launch_us
-    }
+    lent = {world.devices[name].kernels.launch_us for name in launch.lent}
+    assert lent == {world.devices["a100-80gb"].kernels.launch_us}
     between = next(c for c in CONSTANTS if c.where == "fabric.InfiniBand.efficiency")
     assert world.devices["b200"].links[1].efficiency == pytest.approx(values[between], rel=1e-3)
     numbers = re.compile(r"(?m)= [\d.]+$")
@@ -211,35 +201,17 @@ def test_fitted_constants_are_put_where_they_are_read_and_nothing_else_changes(c
     assert [numbers.sub("", text) for text in after] == [numbers.sub("", text) for text in before] and after != before
 
 
-def test_the_files_hold_what_the_kept_fit_says(copied: Path) -> None:
-    before = [file.read_text() for file in sorted(copied.rglob("*.toml"))]
-    keep.write(keep.kept(json.loads(plan_accuracy.FITTED.read_text())["constants"]))
-    assert [file.read_text() for file in sorted(copied.rglob("*.toml"))] == before
-
-
 def test_a_file_without_a_place_for_a_constant_is_named() -> None:
     with pytest.raises(ValueError, match=r"a\.toml: \[kernels\] 0 has no odd"):
         keep.replaced("[kernels]\nbandwidth = 0.5\n", "[kernels]\n", 0, "odd", "0.1", "a.toml")
 
 
-def test_no_constant_is_keyed_on_a_source() -> None:
-    names = {*all_devices(), *all_fabrics()}
-    for constant in CONSTANTS:
-        assert set(constant.devices) <= names
-        assert constant.devices or constant.where.split(".")[1] in names
-
-
 def test_the_planner_is_as_near_to_published_runs_as_it_was() -> None:
     """Means of grade A rows of the copy that comes along; what they are is in docs/validation.md."""
     cases, _ = cases_of(load(rows.OWN))
-    groups = by_group(results(cases, World()))
-    worst = {
-        "A100, tp or pp above 1": 0.035,
-        "A100, data parallel alone (FSDP, ZeRO)": 0.035,
-        "H100, bf16": 0.06,
-        "fp8": 0.12,
-    }
-    for name, most in worst.items():
+    groups = by_group(results_of(cases, World()))
+    worst = {"A100, tp or pp above 1": 0.035, "A100, data parallel alone (FSDP, ZeRO)": 0.035}
+    for name, most in {**worst, "H100, bf16": 0.06, "fp8": 0.12}.items():
         assert groups[name]["n"] > 8
         assert groups[name]["mean"] < most, name
 

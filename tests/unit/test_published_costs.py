@@ -11,9 +11,13 @@ from bench.published.reader import costs_of, layout_of, padded
 from bench.published.rows import read
 from bench.published.state import as_held, as_reserved, recompute_of, stages_of
 from tests.published import row
-from titan.contracts.base.cost import Attention, Elementwise
+from titan.contracts.base.cost import Attention, Costs, Elementwise
 from titan.planner.machine import cluster as clusters
 from titan.planner.step.predict import Planner
+
+
+def costs_of_row(described: dict[str, Any]) -> Costs:
+    return costs_of(read(described), framework_of(described))
 
 
 def test_a_row_becomes_costs() -> None:
@@ -28,11 +32,6 @@ def test_a_row_becomes_costs() -> None:
     assert costs.share("tp_sharded") == 2 * 2048 / 4 and costs.share("hidden") == 2 * 2048
 
 
-def test_ends_count_as_layers_where_only_that_divides() -> None:
-    costs = costs_of(read(row(layers=70, pp=12, tp=4, n_gpus=48, gbs=64)), framework_of(row()))
-    assert [len(stage.layers) for stage in costs.stages] == [5, *[6] * 10, 5]
-
-
 @pytest.mark.parametrize(
     ("cut", "layers"),
     [("even", [7, 7, 6, 7]), ("first", [7, 7, 7, 6]), ("last", [6, 7, 7, 7]), ("products", [8, 7, 7, 5])],
@@ -43,10 +42,10 @@ def test_layers_are_cut_as_the_framework_cuts_them(cut: str, layers: list[int]) 
     assert [layer for stage in stages for layer in stage.layers] == list(range(27))
 
 
-def test_a_job_has_the_stages_of_its_framework() -> None:
-    described = row(layers=27, framework="Megatron-DeepSpeed")
-    costs = costs_of(read(described), framework_of(described))
-    assert [len(stage.layers) for stage in costs.stages] == [7, 7, 7, 6]
+def test_a_job_has_the_stages_of_its_framework_and_ends_count_as_layers_where_only_that_divides() -> None:
+    uneven, ends = row(layers=27, framework="Megatron-DeepSpeed"), row(layers=70, pp=12, tp=4, n_gpus=48, gbs=64)
+    found = [[len(stage.layers) for stage in costs_of_row(each).stages] for each in (uneven, ends)]
+    assert found == [[7, 7, 7, 6], [5, *[6] * 10, 5]]
 
 
 def test_scores_of_a_layer_that_is_computed_again_are_not_reserved_for_them_alone() -> None:
@@ -59,9 +58,8 @@ def test_scores_of_a_layer_that_is_computed_again_are_not_reserved_for_them_alon
 
 def test_products_in_float8_are_computed_again_where_only_wider_ones_are_saved() -> None:
     for precision, products in (("bf16", [4096, 4096, 16384]), ("bf16+float8 linear", [])):
-        described = row(
-            precision=precision, framework="torchtitan FSDP2", recompute="selective op", pp=1, tp=1, gpu="H100"
-        )
+        titan: dict[str, Any] = {"framework": "torchtitan FSDP2", "recompute": "selective op", "gpu": "H100"}
+        described = row(precision=precision, **titan, pp=1, tp=1)
         job, framework = read(described), framework_of(described)
         costs = costs_of(job, framework)
         asked = as_held(job, framework, costs)
@@ -76,24 +74,21 @@ INTERNEVO = {"framework": "InternEvo", "gated_mlp": True, "precision": "bf16", "
 
 @pytest.mark.parametrize(("recompute", "backward"), [(None, 14), ("full", 8)])
 def test_norms_of_a_float32_copy_are_computed_again_where_layers_are_not(recompute: str | None, backward: int) -> None:
-    described = row(**INTERNEVO, recompute=recompute)
-    costs = costs_of(read(described), framework_of(described))
+    costs = costs_of_row(row(**INTERNEVO, recompute=recompute))
     norms = [op for op in costs.layer if isinstance(op, Elementwise) and op.module == "norm"]
     assert [(op.forward, op.backward) for op in norms] == [(6 * 4096, backward * 4096)] * 2
 
 
 @pytest.mark.parametrize(("gated", "sums"), [(True, 3), (False, 2)])
 def test_gate_and_up_of_their_own_sum_their_gradients_each(gated: bool, sums: int) -> None:
-    described = row(**{**INTERNEVO, "gated_mlp": gated})
-    traffic = costs_of(read(described), framework_of(described)).collectives
+    traffic = costs_of_row(row(**{**INTERNEVO, "gated_mlp": gated})).collectives
     inside = {t.when: t.count for t in traffic if t.axes == ("tp",) and t.where == "layer"}
     assert (inside["forward"], inside["backward"]) == (2, sums)
 
 
 def bytes_held(**changed: Any) -> dict[str, float]:
     """Bytes a parameter that a row's rank holds, by component."""
-    described = row(**changed)
-    return {part.component: part.bytes_per_param for part in costs_of(read(described), framework_of(described)).state}
+    return {part.component: part.bytes_per_param for part in costs_of_row(row(**changed)).state}
 
 
 def test_state_is_what_the_framework_holds() -> None:
@@ -151,25 +146,23 @@ def test_recomputing_the_core_of_attention_costs_the_core_and_saves_the_scores()
     assert full < core < none
     job = cases["none"].job
     tokens, layers, under_way = job.micro_batch * job.seq_len, job.layers / job.pp, job.pp
-    assert none - core == pytest.approx(
-        5 * job.heads * job.seq_len * tokens / job.tp * (layers * under_way - 1), rel=0.02
-    )
+    scores = 5 * job.heads * job.seq_len * tokens / job.tp
+    assert none - core == pytest.approx(scores * (layers * under_way - 1), rel=0.02)
 
 
 def test_a_newer_megatron_is_not_that_of_2021() -> None:
     older, newer = (framework_of(row(framework=f"Megatron-LM {which}")) for which in ("6985e58", "(arXiv 2205.05198)"))
     assert "2021" in older.name and "2022" in newer.name
-    wide = row(framework="Megatron-LM", precision="bf16")
-    by_state = {state.component: state for state in costs_of(read(wide), framework_of(wide)).state}
     # The product of the weights adds to float32 gradients; no gradient of a micro batch stays beside them.
-    assert by_state["gradients"].bytes_per_param == 4 and by_state["optimizer"].bytes_per_param == 12
+    held = bytes_held(framework="Megatron-LM", precision="bf16")
+    assert (held["gradients"], held["optimizer"]) == (4, 12)
     before, after = (World().seconds(case_of(row(framework=f"Megatron-LM {which}"))) for which in ("6985e58", "v3"))
     assert after < before
 
 
 def test_sums_of_gradients_overlap_and_slices_of_inputs_are_gathered_again() -> None:
-    stated = row(framework="Megatron-LM", seq_parallel=True)
-    found = [cost for cost in costs_of(read(stated), framework_of(stated)).collectives if cost.where == "layer"]
+    costs = costs_of_row(row(framework="Megatron-LM", seq_parallel=True))
+    found = [cost for cost in costs.collectives if cost.where == "layer"]
     backward = [(cost.collective, cost.count, cost.overlaps) for cost in found if cost.when == "backward"]
     assert sorted(backward) == [("all_gather", 2, False), ("all_gather", 2, True), ("reduce_scatter", 2, True)]
     assert not any(cost.overlaps for cost in found if cost.when != "backward")
@@ -218,9 +211,8 @@ def test_state_and_gradients_are_sharded_over_context_parallelism_too() -> None:
 
     assert state(8) == state(2) == state(1)
     costs = case_of(row(**{**TITAN, "cp": 8, "gbs": 1})).costs
-    assert {cost.axes for cost in costs.collectives if cost.where == "unit" and cost.collective != "all_reduce"} == {
-        ("dp_shard", "cp")
-    }
+    sharded = {cost.axes for cost in costs.collectives if cost.where == "unit" and cost.collective != "all_reduce"}
+    assert sharded == {("dp_shard", "cp")}
 
 
 def test_context_parallelism_sends_the_heads_that_its_framework_sends() -> None:

@@ -10,15 +10,14 @@ from titan.contracts.base.cost import Costs
 from titan.errors import ConfigError
 from titan.planner.step.layout import costs_of
 from titan.plugins.optimizers.adamw import AdamW
-from titan.plugins.optimizers.adamw import Config as AdamWConfig
 from titan.plugins.optimizers.adamw_8bit import AdamW8Bit
-from titan.plugins.optimizers.adamw_8bit import Config as AdamW8BitConfig
 from titan.plugins.optimizers.sgd import SGD
-from titan.plugins.optimizers.sgd import Config as SGDConfig
 from titan.plugins.precision import bf16
 from titan.plugins.precision.bf16 import BFloat16, Config, random_bits, rounded_stochastically
 from titan.testing.contract import make_plugin
 
+MUON = ("--optimizer.name", "muon", "--plugins.path", "tests/guests/muon.py")
+EXCHANGES = {"worker": ("local_steps", "gossip", "parameter_server"), "dp_replicate": ("compressed_gradients",)}
 PURE = ("--plugins.bf16.pure", "true")
 DRAWS = 4096
 
@@ -27,9 +26,8 @@ def test_the_mean_of_roundings_is_the_number() -> None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(64, generator=generator)
     near = numbers.bfloat16().float()
-    drawn = torch.stack([
-        rounded_stochastically(numbers, random_bits(numbers, "w", 0, step)).float() for step in range(DRAWS)
-    ])  # fmt: skip
+    draws = (rounded_stochastically(numbers, random_bits(numbers, "w", 0, step)) for step in range(DRAWS))
+    drawn = torch.stack([each.float() for each in draws])
     steps = (drawn.amax(0) - drawn.amin(0)).clamp(min=1e-30)
     # A mean of so many two-sided draws is off by at most half a step / 64, as a standard deviation; 5 of them.
     assert ((drawn.mean(0) - numbers).abs() < 5 * steps / 128 + 1e-9).all()
@@ -55,9 +53,6 @@ def test_bits_are_those_of_the_place_and_of_nothing_else() -> None:
     assert random_bits(torch.empty(()), "w", 1, 2).shape == ()
 
 
-# --- the update ---------------------------------------------------------------------------------------------------
-
-
 def trained(rounding: str, plugin: Optimizer, steps: int, start: Tensor, gradients: Tensor) -> tuple[Tensor, dict]:
     """(the weights, their state) after so many steps, with weights in bf16, or in fp32 where `rounding` is empty."""
     weight = nn.Parameter(start.bfloat16().to(torch.bfloat16 if rounding else torch.float32))
@@ -76,7 +71,7 @@ def trained(rounding: str, plugin: Optimizer, steps: int, start: Tensor, gradien
 def test_kahan_and_stochastic_follow_fp32_where_nearest_stalls() -> None:
     generator = torch.Generator().manual_seed(0)
     start, gradients = 1 + torch.rand(64, 8, generator=generator), torch.ones(1, 64, 8)
-    adamw = AdamW(AdamWConfig(lr=2e-4, weight_decay=0.0))  # an update of 2e-4: a tenth of half a step of bf16 at 1
+    adamw = AdamW(AdamW.Config(lr=2e-4, weight_decay=0.0))  # an update of 2e-4: a tenth of half a step of bf16 at 1
     wanted, _ = trained("", adamw, 200, start, gradients)
     off = {}
     for rounding in ("nearest", "stochastic", "kahan"):
@@ -96,8 +91,8 @@ def test_kahan_keeps_16_bits_of_the_weight() -> None:
     """
     generator = torch.Generator().manual_seed(1)
     start, gradients = torch.randn(32, 16, generator=generator), torch.randn(4, 32, 16, generator=generator).bfloat16()
-    wanted, _ = trained("", SGD(SGDConfig(lr=1e-4)), 200, start, gradients.float())
-    weights, state = trained("kahan", SGD(SGDConfig(lr=1e-4)), 200, start, gradients.float())
+    wanted, _ = trained("", SGD(SGD.Config(lr=1e-4)), 200, start, gradients.float())
+    weights, state = trained("kahan", SGD(SGD.Config(lr=1e-4)), 200, start, gradients.float())
     assert set(state) == {"compensation"} and state["compensation"].dtype == torch.bfloat16
     both = weights + state["compensation"].float()
     off = ((both - wanted) / wanted.abs().log2().floor().exp2()).abs()
@@ -109,7 +104,7 @@ def test_kahan_keeps_16_bits_of_the_weight() -> None:
 def test_a_slow_mean_of_squares_falls_only_where_state_is_rounded_stochastically(rounding: str, falls: bool) -> None:
     """After one large gradient, v falls by a thousandth in each step: below half a step of bf16."""
     gradients = torch.cat([torch.ones(1, 64, 8), torch.full((200, 64, 8), 1e-3)])
-    adamw = AdamW(AdamWConfig(lr=1e-6, betas=(0.9, 0.999)))
+    adamw = AdamW(AdamW.Config(lr=1e-6, betas=(0.9, 0.999)))
     _, first = trained(rounding, adamw, 1, torch.ones(64, 8), gradients)
     _, last = trained(rounding, adamw, 201, torch.ones(64, 8), gradients)
     assert last["exp_avg"].dtype == last["exp_avg_sq"].dtype == torch.bfloat16
@@ -121,12 +116,10 @@ def test_a_slow_mean_of_squares_falls_only_where_state_is_rounded_stochastically
 def test_pieces_do_what_one_update_of_all_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def weights() -> list[Tensor]:
         generator = torch.Generator().manual_seed(2)
-        named = [
-            NamedParameter(f"w{i}", nn.Parameter(torch.randn(8, 4, generator=generator).bfloat16()), "matrix", i > 1)
-            for i in range(5)
-        ]  # fmt: skip
+        drawn = [nn.Parameter(torch.randn(8, 4, generator=generator).bfloat16()) for _ in range(5)]
+        named = [NamedParameter(f"w{i}", weight, "matrix", i > 1) for i, weight in enumerate(drawn)]
         technique = BFloat16(Config(pure=True))
-        optimizer = technique.optimizer(AdamW(AdamWConfig(lr=0.1)).build(named), named)
+        optimizer = technique.optimizer(AdamW(AdamW.Config(lr=0.1)).build(named), named)
         groups = [list(group["params"]) for group in optimizer.param_groups]
         for _ in range(3):
             for each in named[:-1]:  # one has no gradient
@@ -144,7 +137,7 @@ def test_pieces_do_what_one_update_of_all_does(monkeypatch: pytest.MonkeyPatch) 
 def test_state_stays_in_its_tensors() -> None:
     weight = nn.Parameter(torch.ones(4, 4).bfloat16())
     named = [NamedParameter("w", weight, "matrix", True)]
-    optimizer = BFloat16(Config(pure=True, rounding="kahan")).optimizer(AdamW(AdamWConfig()).build(named), named)
+    optimizer = BFloat16(Config(pure=True, rounding="kahan")).optimizer(AdamW(AdamW.Config()).build(named), named)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     before = {slot: id(value) for slot, value in optimizer.state[weight].items()}
@@ -157,7 +150,7 @@ def test_state_stays_in_its_tensors() -> None:
 def test_state_in_8_bits_is_left_to_its_optimizer(rounding: str) -> None:
     generator = torch.Generator().manual_seed(3)
     start, gradients = torch.randn(64, 64, generator=generator), torch.randn(3, 64, 64, generator=generator).bfloat16()
-    optimizer = AdamW8Bit(AdamW8BitConfig(lr=1e-3))
+    optimizer = AdamW8Bit(AdamW8Bit.Config(lr=1e-3))
     wanted, theirs = trained("", optimizer, 10, start, gradients.float())
     weights, state = trained(rounding, optimizer, 10, start, gradients)
     for slot in ("exp_avg", "exp_avg_sq"):  # gradients are the same: so are codes, bit by bit
@@ -168,34 +161,21 @@ def test_state_in_8_bits_is_left_to_its_optimizer(rounding: str) -> None:
     assert (both - wanted).norm() < (0.01 if rounding == "kahan" else 1.0) * moved
 
 
-# --- refused, and planned -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--plugins.bf16.rounding", "kahan"), r'rounding = "kahan" needs pure = true'),
-        (
-            ("--optimizer.name", "muon", "--plugins.path", "tests/guests/muon.py", *PURE),
-            r'"stochastic" needs an optimizer that updates each parameter by itself, but optimizer.name = "muon"',
-        ),
+        ((*MUON, *PURE), r'"stochastic" needs an .* updates each parameter by itself, but optimizer.name = "muon"'),
         *(
             ((f"--plugins.{name}.enabled", "true", f"--mesh.{axis}", "2", *PURE), rf"plugins.{name}\]: .* pure = false")
-            for name, axis in (
-                ("local_steps", "worker"), ("gossip", "worker"), ("parameter_server", "worker"),
-                ("compressed_gradients", "dp_replicate"),
-            )
+            for axis, names in EXCHANGES.items()
+            for name in names
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         job_of(*words)
-
-
-def test_to_nearest_takes_any_optimizer() -> None:
-    words = ("--optimizer.name", "muon", "--plugins.path", "tests/guests/muon.py", "--plugins.bf16.rounding", "nearest")
-    assert job_of(*words, *PURE).precision.store_dtype == torch.bfloat16
 
 
 def _bytes(costs: Costs, component: str) -> float:
@@ -205,17 +185,10 @@ def _bytes(costs: Costs, component: str) -> float:
 @pytest.mark.parametrize(("optimizer", "slots"), [("adamw", 2), ("sgd", 0)])
 def test_the_plan_halves_weights_gradients_and_state(optimizer: str, slots: int) -> None:
     words = ("--optimizer.name", optimizer)
-    mixed, pure, kahan = (
-        costs_of(job_of(*words, *more))
-        for more in (
-            ("--plugins.bf16.enabled", "true"), PURE, (*PURE, "--plugins.bf16.rounding", "kahan"),
-        )
-    )  # fmt: skip
+    precisions = ("--plugins.bf16.enabled", "true"), PURE, (*PURE, "--plugins.bf16.rounding", "kahan")
+    mixed, pure, kahan = (costs_of(job_of(*words, *more)) for more in precisions)
     found = [tuple(_bytes(c, part) for part in ("parameters", "gradients", "optimizer")) for c in (mixed, pure, kahan)]
     assert found == [(4, 4, 4 * slots), (2, 2, 2 * slots), (2, 2, 2 * slots + 2)]
     assert mixed.itemsize == pure.itemsize == 2
-
-
-def test_make_plugin_states_narrow_weights_only_when_pure() -> None:
-    assert "narrow_weights" in make_plugin("bf16", pure=True).facts()
-    assert not make_plugin("bf16").facts()
+    assert "narrow_weights" in make_plugin("bf16", pure=True).facts() and not make_plugin("bf16").facts()
+    assert job_of(*MUON, *PURE, "--plugins.bf16.rounding", "nearest").precision.store_dtype == torch.bfloat16

@@ -47,15 +47,14 @@ def test_unfused_attention_is_the_same_function(kv_heads: int, masked: bool) -> 
     torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in both))
 
 
-def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Tensor], int]:
-    """(loss, gradients, bytes saved for backward besides parameters) of a tiny model under a mode; "": none."""
-    plan = model(model.Config(**{**model.presets["tiny"], "n_layers": 2, **options}))
-    torch.manual_seed(1)
-    part, spec = ModelPart(plan.build()), plan.spec()
+def _recomputed(part: ModelPart, spec: Any, **options: Any) -> None:
+    technique = ActivationCheckpoint(ActivationCheckpoint.Config(**options))
+    technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
+
+
+def _loss_and_gradients(part: ModelPart) -> tuple[Tensor, list[Tensor], int]:
+    """And the bytes saved for backward besides parameters."""
     parameters = {p.data_ptr() for _, p in part.parameters()}
-    if mode:
-        technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode=mode))  # type: ignore[arg-type]
-        technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -64,27 +63,30 @@ def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Te
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens = torch.arange(128).view(2, 64) % 251
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = logits_of(part.module, tokens).logsumexp(-1).sum()
+        loss = logits_of(part.module, torch.arange(128).view(2, 64) % 251).logsumexp(-1).sum()
     loss.backward()
     return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(storages.values())
 
 
+def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+    """(loss, gradients, bytes saved for backward besides parameters) of a tiny model under a mode; "": none."""
+    plan = model(model.Config(**{**model.presets["tiny"], "n_layers": 2, **options}))
+    torch.manual_seed(1)
+    part = ModelPart(plan.build())
+    if mode:
+        _recomputed(part, plan.spec(), mode=mode)
+    return _loss_and_gradients(part)
+
+
 @pytest.mark.parametrize("model", [Llama, Gpt])
-def test_recomputing_attention_changes_no_bit_and_saves_the_scores(model: type[Model]) -> None:
-    plain, again = (_run(model, mode, attention="unfused") for mode in ("", "attention"))
-    assert torch.equal(plain[0], again[0])
-    assert len(plain[1]) == len(again[1]) and all(map(torch.equal, plain[1], again[1]))
+def test_recomputing_scores_changes_no_bit_and_mode_attention_saves_them(model: type[Model]) -> None:
+    plain, again, selective = (_run(model, mode, attention="unfused") for mode in ("", "attention", "selective"))
+    for run in (again, selective):
+        assert torch.equal(plain[0], run[0])
+        assert len(plain[1]) == len(run[1]) and all(map(torch.equal, plain[1], run[1]))
     heads, layers = model.presets["tiny"]["n_heads"], 2
     assert plain[2] - again[2] >= layers * 4 * 2 * heads * 64 * 64
-
-
-@pytest.mark.parametrize("model", [Llama, Gpt])
-def test_selective_recomputation_of_scores_changes_no_bit(model: type[Model]) -> None:
-    plain, again = (_run(model, mode, attention="unfused") for mode in ("", "selective"))
-    assert torch.equal(plain[0], again[0])
-    assert len(plain[1]) == len(again[1]) and all(map(torch.equal, plain[1], again[1]))
 
 
 def test_no_mask_outlives_the_documents_that_it_is_of() -> None:
@@ -137,8 +139,7 @@ def test_documents_of_two_micro_batches_at_a_time(mode: str) -> None:
         torch.manual_seed(1)
         part = ModelPart(plan.build())
         if recomputed:
-            technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode=mode))  # type: ignore[arg-type]
-            technique.apply(part, SimpleNamespace(spec=plan.spec(), techniques=()))  # type: ignore[arg-type]
+            _recomputed(part, plan.spec(), mode=mode)
         losses = [part.forward(batch.tokens, batch).logsumexp(-1).sum() for batch in batches]
         for loss in losses:
             loss.backward()
@@ -163,8 +164,7 @@ def _wrapped(kind: str) -> int:
     """Cores of a tiny llama of two layers whose forward a mode has replaced."""
     plan = Llama(Llama.Config(n_layers=2, attention=kind))  # type: ignore[arg-type]
     part = ModelPart(plan.build())
-    technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode="attention"))
-    technique.apply(part, SimpleNamespace(spec=plan.spec(), techniques=()))  # type: ignore[arg-type]
+    _recomputed(part, plan.spec(), mode="attention")
     cores = [module for module in part.module.modules() if isinstance(module, AttentionCore)]
     assert len(cores) == 2
     return sum("forward" in vars(module) for module in cores)
@@ -181,9 +181,8 @@ def test_costs_are_one_product_and_the_passes_over_the_scores() -> None:
     model, hardware = flops_per_token(costs)
     products = 4 * costs.seq_len * core.heads * core.head_dim * job.spec.n_layers
     assert hardware - model == products / 2
-    assert flops_per_token(replace(costs, recompute=Recompute(saved="all_but_scores", full_layer=True)))[1] == (
-        model + products
-    )
+    whole = replace(costs, recompute=Recompute(saved="all_but_scores", full_layer=True))
+    assert flops_per_token(whole)[1] == model + products
     spent = Planner(CLUSTER).predict(costs, job.layout).time_s["recompute"]
     assert spent == pytest.approx(job.micro_batches * job.spec.n_layers * once)
 
@@ -221,35 +220,20 @@ def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
 def test_a_search_tries_the_mode_where_it_has_an_effect(words: Sequence[str], searched: bool) -> None:
     base = load_base(TOML, ["=".join(words)] if words else [])
     space = base.space(2, 2)
-    tried = {
-        options
-        for layout in space.layouts()
-        for chosen, _ in space.options(layout)
-        for name, options in chosen
-        if name == "activation_checkpoint"
-    }
+    plain = [dict(chosen) for layout in space.layouts() for chosen, _ in space.options(layout)]
+    tried = {chosen["activation_checkpoint"] for chosen in plain}
     assert ((("mode", "attention"),) in tried) is searched and (("mode", "full"),) in tried
 
 
 def _compiled(budget: float) -> tuple[Tensor, list[Tensor], int]:
     """As `_run`, of one compiled layer under a budget."""
     torch.compiler.reset()
-    config = Llama.Config(**{**Llama.presets["tiny"], "n_layers": 1})  # type: ignore[arg-type]
+    model = Llama(Llama.Config(**{**Llama.presets["tiny"], "n_layers": 1}))  # type: ignore[arg-type]
     torch.manual_seed(1)
-    part, spec = ModelPart(Llama(config).build()), Llama(config).spec()
+    part = ModelPart(model.build())
     part.wrap_forward("layers.0", "compile", lambda f: torch.compile(f, backend="aot_eager_decomp_partition"))
-    technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode="budget", budget=budget))
-    technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
-    sizes: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = logits_of(part.module, torch.arange(128).view(2, 64) % 251).logsumexp(-1).sum()
-    loss.backward()
-    return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(sizes.values())
+    _recomputed(part, model.spec(), mode="budget", budget=budget)
+    return _loss_and_gradients(part)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler reads .grad, and what PyTorch deprecates

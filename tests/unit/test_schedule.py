@@ -30,30 +30,29 @@ def _rest(timeline: Timeline) -> list[float]:
     return [*timeline.busy, *timeline.idle, *timeline.exposed, *timeline.ends, timeline.makespan]
 
 
-# --- by hand ------------------------------------------------------------------------------------------------------
-
-TWO = ("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1")
+TWO = _order("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1")
+UNEVEN: Times = {"F": [1.0, 2.0], "B": [2.0, 3.0]}
 
 
 def test_two_ranks_by_hand() -> None:
-    timeline = simulate(_order(*TWO), {"F": [1.0, 2.0], "B": [2.0, 3.0]}, keep=True)
+    timeline = simulate(TWO, UNEVEN, keep=True)
     assert timeline.makespan == 13.0  # 1, then 2 + 3 + 2 + 3 on the last rank, then 2
     assert timeline.busy == (6.0, 10.0) and timeline.idle == (7.0, 3.0) and timeline.exposed == (0.0, 0.0)
     assert timeline.ends == (13.0, 11.0)
     assert [(start, end) for _, start, end in timeline.actions[0]] == [(0, 1), (1, 2), (6, 8), (11, 13)]
-    assert [action for action, _, _ in timeline.actions[1]] == list(_order(*TWO)[1])
-    assert simulate(_order(*TWO), {"F": [1.0, 2.0], "B": [2.0, 3.0]}).actions == ()
+    assert [action for action, _, _ in timeline.actions[1]] == list(TWO[1])
+    assert simulate(TWO, UNEVEN).actions == ()
 
 
 def test_a_transfer_beside_the_work_delays_only_what_waits_for_it() -> None:
-    timeline = simulate(_order(*TWO), {"F": [1.0, 2.0], "B": [2.0, 3.0]}, 0.5)
+    timeline = simulate(TWO, UNEVEN, 0.5)
     assert timeline.makespan == 14.0  # once down, once up; the second tensor comes while the rank works
     assert timeline.exposed == (1.0, 0.5)
     assert timeline.idle == (7.0, 3.5)
 
 
 def test_a_blocking_transfer_holds_both_ranks() -> None:
-    timeline = simulate(_order(*TWO), {"F": [1.0, 2.0], "B": [2.0, 3.0]}, 0.5, blocking=True)
+    timeline = simulate(TWO, UNEVEN, 0.5, blocking=True)
     # The last rank receives from 1 to 1.5, works for 5, sends till 7, receives again, works till 12.5, sends till 13.
     assert timeline.ends == (15.0, 13.0)
     assert timeline.exposed == (2.0, 2.0)  # two sent and two received on each
@@ -62,15 +61,11 @@ def test_a_blocking_transfer_holds_both_ranks() -> None:
 
 def test_transfers_differ_by_boundary_and_cost_nothing_within_a_rank() -> None:
     made = _order("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0")
-    times = _even(4, F=1.0, B=1.0)
-    assert simulate(made, times, [0.25, 100.0, 0.5]).makespan == 8 + 2 * 0.25 + 2 * 0.5
-    assert simulate(made, times, [0.25, 100.0, 0.5], blocking=True).makespan == 8 + 2 * 0.25 + 2 * 0.5
-
-
-def test_weights_need_only_their_own_rank() -> None:
-    made = _order("F0.0 I0.0 W0.0", "F1.0 I1.0 W1.0")
-    timeline = simulate(made, _even(2, F=1.0, I=1.0, W=5.0), 0.5)
-    assert timeline.ends == (10.0, 8.5)
+    for blocking in (False, True):
+        timeline = simulate(made, _even(4, F=1.0, B=1.0), [0.25, 100.0, 0.5], blocking=blocking)
+        assert timeline.makespan == 8 + 2 * 0.25 + 2 * 0.5
+    weights_alone = simulate(_order("F0.0 I0.0 W0.0", "F1.0 I1.0 W1.0"), _even(2, F=1.0, I=1.0, W=5.0), 0.5)
+    assert weights_alone.ends == (10.0, 8.5), "which need only their own rank"
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -82,9 +77,6 @@ def test_time_of_every_rank_adds_up(schedule: str, blocking: bool) -> None:
     assert min(timeline.idle) >= -1e-9 and min(timeline.exposed) > 0
     for parts in zip(timeline.busy, timeline.idle, timeline.exposed, strict=True):
         assert sum(parts) == pytest.approx(timeline.makespan, rel=1e-12)
-
-
-# --- closed forms -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
@@ -107,20 +99,11 @@ def test_idle_share_is_that_of_the_closed_form(schedule: str, idle: Callable[[in
     assert timeline.makespan / timeline.busy[0] - 1 == pytest.approx(idle(ranks, micro_batches), rel=1e-12)
 
 
-# --- what is kept -------------------------------------------------------------------------------------------------
-
-
 def test_the_worst_moment_is_by_weight() -> None:
     made = _order("F0.0 F1.0 I1.0 F0.1 F0.2 W1.0 F0.3")
-    alive = most_kept(made)[0]
-    assert (alive.whole, alive.pending) == ({0: 3, 1: 0}, {0: 0, 1: 1})
-    alive = most_kept(made, [1.0, 9.0], 0.5)[0]
-    assert (alive.whole, alive.pending) == ({0: 1, 1: 1}, {0: 0, 1: 0})
-    alive = most_kept(made, pending=0.0)[0]
-    assert (alive.whole, alive.pending) == ({0: 4, 1: 0}, {0: 0, 1: 0})
-
-
-# --- orders that cannot be run ------------------------------------------------------------------------------------
+    found = [most_kept(made)[0], most_kept(made, [1.0, 9.0], 0.5)[0], most_kept(made, pending=0.0)[0]]
+    assert [alive.whole for alive in found] == [{0: 3, 1: 0}, {0: 1, 1: 1}, {0: 4, 1: 0}]
+    assert [alive.pending for alive in found] == [{0: 0, 1: 1}, {0: 0, 1: 0}, {0: 0, 1: 0}]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +119,6 @@ def test_the_worst_moment_is_by_weight() -> None:
 def test_an_order_that_cannot_proceed_is_refused(ranks: tuple[str, ...], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         simulate(_order(*ranks), _even(2, F=1, B=2, I=1, W=1))
-
-
-# --- long orders --------------------------------------------------------------------------------------------------
 
 
 def _times(stages: int, spread: float, seed: int) -> Times:
@@ -204,9 +184,6 @@ def test_a_round_is_even_only_if_what_is_on_its_way_is_too() -> None:
     times = {"F": [3, 3, 3, 1], "B": [2, 3, 2, 2]}
     steps = Steps(lambda count: order("1F1B", 4, 4, count), 4)
     assert steps.simulate(80, times, 3).makespan == simulate(order("1F1B", 4, 4, 80), times, 3).makespan == 774
-
-
-# --- zero bubble, found -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [4, 8])

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,6 @@ from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.base.cost import Costs, Stage
-from titan.contracts.plugin import registry
 from titan.errors import ConfigError
 from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
 from titan.planner.search import best_first
@@ -25,11 +26,7 @@ from titan.planner.step.predict import Planner, Prediction, UnscheduledStep, sta
 EAGER = ("--plugins.compile.enabled=false",)
 """Halves the layouts, where compiled ones would show nothing more."""
 
-VALUES = {
-    "time": lambda p: p.step_time_s,
-    "price": lambda p: p.price,
-    "energy": lambda p: p.energy_j,
-}
+VALUES = {"time": lambda p: p.step_time_s, "price": lambda p: p.price, "energy": lambda p: p.energy_j}
 
 
 NOTHING_FITS = re.compile(
@@ -37,6 +34,10 @@ NOTHING_FITS = re.compile(
     r"(?P<invalid>[\d,]+) invalid, (?P<large>[\d,]+) too large; "
     r"the smallest needs at least (?P<peak>\S+) GiB per rank: .*\n"
 )
+
+
+def plan_of(ranks: int) -> list[str]:
+    return ["plan", "--config", str(TOML), "--search", "--world-size", str(ranks)]
 
 
 def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tuple[Choice, Prediction]]:
@@ -56,6 +57,10 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
                     assert prediction.peak_gib < cluster.memory.limit_gib, "too large, which the caller does not expect"
                     found.append((choice, prediction))
     return found
+
+
+def times(result: Any) -> list[float]:
+    return [found.prediction.step_time_s for found in result.best]
 
 
 FIXED = ("--train.global_batch_size=4", "--plugins.fsdp.zero_stage=1", *EAGER)
@@ -90,7 +95,7 @@ def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction], monk
     within = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= below)
     fitting = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= cluster.device.memory_gib)
     assert result.too_large and within[:7] != fitting[:7]
-    assert [found.prediction.step_time_s for found in result.best] == pytest.approx(within[:7], rel=1e-9)
+    assert times(result) == pytest.approx(within[:7], rel=1e-9)
     memory = UnscheduledStep.memory
     monkeypatch.setattr(UnscheduledStep, "memory", lambda step, most: memory(step))
     assert search(base.job, Planner(cluster), [base.space(4, 4)], keep=7) == result
@@ -102,7 +107,7 @@ def test_the_best_are_the_best_of_all_with_compiled_layouts() -> None:
     base = load_base(TOML, words)
     result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7)
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words))
-    assert [found.prediction.step_time_s for found in result.best] == pytest.approx(values[:7], rel=1e-9)
+    assert times(result) == pytest.approx(values[:7], rel=1e-9)
 
 
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
@@ -167,9 +172,9 @@ def test_no_layout_is_better_than_its_bounds() -> None:
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
     words, shared = ("--mesh.tp=1", *EAGER), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
-    best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
+    result = search(base.job, Planner(shared), [base.space(4, 4)], keep=7)
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
-    assert [found.prediction.step_time_s for found in best] == pytest.approx(values[:7], rel=1e-9)
+    assert times(result) == pytest.approx(values[:7], rel=1e-9)
 
 
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +186,15 @@ def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) ->
     assert [str(f.choice) for f in shared.best] == [str(f.choice) for f in alone.best]
     assert [f.prediction for f in shared.best] == [f.prediction for f in alone.best]
     assert shared.layouts == alone.layouts
+
+
+def test_tables_that_contradict_a_fixed_option_are_left_out() -> None:
+    space = load_base(TOML, ["--plugins.activation_checkpoint.mode=selective"]).space(2, 0)
+    plain = [dict(choice) for layout in space.layouts() for choice, _ in space.options(layout)]
+    # Off, or as the command line says; every_n would have another mode.
+    assert {chosen["activation_checkpoint"] for chosen in plain} == {None, ()}
+    with pytest.raises(ConfigError, match=r"--mesh\.tq 2: no plugin owns it"):
+        load_base(TOML, ["--mesh.tq=2"])
 
 
 def test_compiled_blocks_are_searched_and_a_switch_without_options_is_tried_both_ways() -> None:
@@ -201,10 +215,8 @@ def test_layouts_share_out_all_ranks() -> None:
     degrees = [tuple(layout.degrees[axis] for axis in ours) for layout in layouts]
     assert len(set(degrees)) == len(degrees)
     # pp up to its 4 layers, tp up to the 4 ranks of a node, the rest between both kinds of data parallelism.
-    expected = [
-        d for d in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)) if d[0] * d[1] * d[2] * d[3] == 8
-    ]
-    assert sorted(degrees) == sorted(expected)
+    every = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4))
+    assert sorted(degrees) == sorted(d for d in every if math.prod(d) == 8)
 
 
 def test_what_the_command_line_says_stays() -> None:
@@ -218,12 +230,9 @@ def test_what_the_command_line_says_stays() -> None:
         assert values.get("plugins.activation_checkpoint.mode", "selective") == "selective"
 
 
-def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(tmp_path: Path, capsys) -> None:
     best = tmp_path / "best.toml"
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--output", str(best), "--json"]
-    assert main([*words, "--cluster", "a100-80gb"]) == 0
+    assert main([*plan_of(8), "--output", str(best), "--json", "--cluster", "a100-80gb"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["plan", "--config", str(best), "--json", "--cluster", "a100-80gb"]) == 0
     again = json.loads(capsys.readouterr().out)
@@ -239,8 +248,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
         '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small), *FIXED]
-    assert main(words) == 2
+    assert main([*plan_of(2), "--cluster", str(small), *FIXED]) == 2
     found = NOTHING_FITS.fullmatch(capsys.readouterr().err)
     assert found
     looked, invalid, large = (int(found[name].replace(",", "")) for name in ("looked", "invalid", "large"))
@@ -252,17 +260,8 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert 0 < float(found["peak"]) <= min(peaks) * (1 + 1e-2)
 
 
-def test_tables_that_contradict_a_fixed_option_are_left_out() -> None:
-    space = load_base(TOML, ["--plugins.activation_checkpoint.mode=selective"]).space(2, 0)
-    chosen = {
-        dict(choice)["activation_checkpoint"] for layout in space.layouts() for choice, _ in space.options(layout)
-    }
-    assert chosen == {None, ()}  # off, or as the command line says; every_n would have another mode
-
-
 def test_every_layout_is_refused(capsys: pytest.CaptureFixture) -> None:
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "3", "--mesh.tp", "3", *EAGER]
-    assert main(words) == 2
+    assert main([*plan_of(3), "--mesh.tp", "3", *EAGER]) == 2
     counted, _, why = capsys.readouterr().err.partition(" layouts looked at, all of them invalid, the first because: ")
     assert re.fullmatch(r"error: no valid layout: \d+", counted)
     assert why.startswith("[model] n_kv_heads = 4 cannot be split over mesh.tp = 3;")
@@ -283,14 +282,9 @@ def test_every_layout_is_refused(capsys: pytest.CaptureFixture) -> None:
     ],
 )
 def test_no_degrees_and_micro_batch_belong_together(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--config", str(TOML), "--search", "--world-size", "7", *words]) == 2
+    assert main([*plan_of(7), *words]) == 2
     err = capsys.readouterr().err
     assert "error: no valid layout: " in err and said in err
-
-
-def test_an_axis_that_nobody_owns() -> None:
-    with pytest.raises(ConfigError, match=r"--mesh\.tq 2: no plugin owns it"):
-        load_base(TOML, ["--mesh.tq=2"])
 
 
 DRIFTING = '''
@@ -318,30 +312,10 @@ class Drifting(Technique):
 '''
 
 
-@pytest.fixture
-def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Words that open a plugin of a technique that changes the curve; other tests do not see it."""
+def test_what_changes_the_curve_is_left_out_unless_asked_for(tmp_path: Path, capsys) -> None:
     (tmp_path / "drifting.py").write_text(DRIFTING)
-    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
-    monkeypatch.setattr(registry, "_opened", set(registry._opened))
-    return ["--plugins.path", str(tmp_path)]
-
-
-def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str], capsys) -> None:
-    command = [
-        "plan",
-        "--config",
-        str(TOML),
-        "--search",
-        "--world-size",
-        "4",
-        "--top",
-        "3",
-        "--data.path",
-        "x",
-        *drifting,
-    ]
-    command += ["--data.name", "text", "--train.global_batch_size", "8"]
+    command = [*plan_of(4), "--top", "3", "--data.path", "x", "--plugins.path", str(tmp_path), "--data.name", "text"]
+    command += ["--train.global_batch_size", "8"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["left_out"][0] == "drifting"

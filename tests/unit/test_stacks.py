@@ -3,9 +3,7 @@
 The numbers of Mixtral 8x7B are those of its paper, 46.7 B parameters of which a token passes 12.9 B (arXiv 2401.04088).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +25,6 @@ from titan.contracts.base.cost import (
 )
 from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.spec import ModelSpec, normal
-from titan.contracts.plugin import registry
 from titan.layers.blocks import Heads, LayerPart, pre_norm, swiglu
 from titan.layers.decoder import DecoderConfig, decoder_spec
 from titan.planner.machine.network import Group
@@ -102,9 +99,6 @@ def sharded(stage: int = 3, *words: str) -> Job:
     return with_spec(job_of(*WORDS, "--plugins.fsdp.zero_stage", str(stage), *words), mixtral())
 
 
-# --- parameters and FLOPs -----------------------------------------------------------------------------------------
-
-
 def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
     spec = mixtral()
     stacks = 32 * 3 * 8 * 4096 * 14336
@@ -115,13 +109,8 @@ def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
     assert spec.stacked_params == stacks
     assert render.active_text(spec) == ["parameters: 12.9 B active of 46.7 B"]
     assert render.active_text(job_of().spec) == []
-
-
-def test_the_elements_of_a_stack_are_drawn_one_by_one() -> None:
-    spec = mixtral()
-    assert spec.init["layers.*.ffn.experts.w1.weight"] == normal(0.02, per_element=True)
-    assert spec.init["layers.*.ffn.experts.w2.weight"] == normal(0.02 / 8, per_element=True)
-    assert spec.init["layers.*.ffn.router.weight"] == normal(0.02)
+    drawn = [spec.init[f"layers.*.ffn.{name}.weight"] for name in ("experts.w1", "experts.w2", "router")]
+    assert drawn == [normal(0.02, per_element=True), normal(0.02 / 8, per_element=True), normal(0.02)]
 
 
 def test_a_token_has_two_flops_per_active_parameter() -> None:
@@ -153,9 +142,6 @@ def test_the_worked_stack_of_the_contract_adds_up() -> None:
     assert numbers == (1_409_286_144, 704_643_072)
     for number in numbers:
         assert f"{number:,.0f}" in (cost.__doc__ or "")
-
-
-# --- layers of several kinds --------------------------------------------------------------------------------------
 
 
 def mixed() -> ModelSpec:
@@ -277,24 +263,22 @@ def test_techniques_keep_what_layers_of_several_kinds_state() -> None:
     assert parameters_of([first], costs) == first.of_layers * 8 * 64 * 16
 
 
-# --- time of a grouped product ------------------------------------------------------------------------------------
-
 STACK = Matmul(module="experts", inputs=4096, outputs=2048, stack=8, used=2)
 
 
-def test_a_grouped_product_takes_the_flops_of_its_tokens() -> None:
-    """32,768 tokens that pass 2 of 8 weights each are 8,192 rows per weight."""
-    seconds = device().operation(STACK, costs(seq_len=32768), "bfloat16")
-    assert seconds.forward == seconds.inputs == seconds.weights == pytest.approx(2 * 65536 * 4096 * 2048 / 50e12)
+GROUPED = {
+    "FLOPs of 8,192 rows per weight": (32768, 1, 2 * 65536 * 4096 * 2048 / 50e12),
+    "bytes of all weights, with two rows each": (8, 1, 2 * (16 * 4096 + 8 * 4096 * 2048 + 16 * 2048) / 500e9),
+    "bytes of one weight": (8, 8, 2 * (16 * 4096 + 4096 * 2048 + 16 * 2048) / 500e9),
+}
+"""Tokens that pass 2 of 8 weights each, ranks that share the weights, and seconds."""
 
 
-def test_few_tokens_read_the_weights_of_all_experts() -> None:
-    """8 tokens: two rows for each of the 8 weights, which are read whole."""
-    seconds = device().operation(STACK, costs(seq_len=8), "bfloat16")
-    moved = 2 * (16 * 4096 + 8 * 4096 * 2048 + 16 * 2048)
-    assert seconds.forward == seconds.inputs == seconds.weights == pytest.approx(moved / 500e9)
-    apart = device().operation(STACK, costs(seq_len=8), "bfloat16", ways=8)
-    assert apart.forward == pytest.approx(2 * (16 * 4096 + 4096 * 2048 + 16 * 2048) / 500e9)
+@pytest.mark.parametrize(("tokens", "ways", "took"), GROUPED.values(), ids=GROUPED)
+def test_a_grouped_product_takes(tokens: int, ways: int, took: float) -> None:
+    seconds = device().operation(STACK, costs(seq_len=tokens), "bfloat16", ways=ways)
+    assert seconds.forward == pytest.approx(took)
+    assert ways > 1 or seconds.forward == seconds.inputs == seconds.weights
 
 
 def test_groups_share_a_launch_and_a_wave() -> None:
@@ -306,6 +290,8 @@ def test_groups_share_a_launch_and_a_wave() -> None:
     assert waved.grouped(2, 64, **tiles) == pytest.approx(one)
     # Of half tiles, three waves of half the work.
     assert waved.grouped(3, 128, **tiles) == pytest.approx(1.5 * one - 3.5e-6)
+    measured = device(replace(PLAIN, points=("1e9 10", "1e11 40")))  # of each product of a group
+    assert measured.grouped(3, 500, 10000, 1000, 8, "bfloat16", 2) == pytest.approx(3 * 1e10 / 25e12)
 
 
 def test_small_experts_are_slower_per_flop() -> None:
@@ -321,31 +307,19 @@ def test_small_experts_are_slower_per_flop() -> None:
     assert times[0].weights / times[0].forward < times[1].weights / times[1].forward
 
 
+def test_part_of_the_tokens_takes_its_part_and_float8_is_for_plain_linears() -> None:
+    whole, job = Matmul(module="w", inputs=4096, outputs=8192), costs(seq_len=32768, dtype="float8")
+    seconds = [device().operation(op, costs(seq_len=8192), "bfloat16") for op in (whole, replace(whole, used=0.5))]
+    assert seconds[1].forward == pytest.approx(seconds[0].forward / 2)
+    assert device().operation(STACK, job, "float8") == device().operation(STACK, job, "bfloat16")
+
+
 def test_the_number_of_a_groups_tokens_need_not_be_even() -> None:
     odd = device(replace(PLAIN, aligned=64, unaligned_factor=0.9, unaligned_16b_factor=0.1))
     even, uneven = (odd.operation(STACK, costs(seq_len=length), "bfloat16") for length in (32768, 32764))
     assert uneven.forward == pytest.approx(even.forward, rel=1e-3)
     narrow = odd.operation(replace(STACK, outputs=2048 - 4), costs(seq_len=32768), "bfloat16")
     assert narrow.forward > 10 * even.forward
-
-
-def test_stacks_run_in_the_precision_beside_that_of_linears() -> None:
-    job = costs(seq_len=32768, dtype="float8")
-    assert device().operation(STACK, job, "float8") == device().operation(STACK, job, "bfloat16")
-
-
-def test_measured_points_are_of_each_product_of_a_group() -> None:
-    measured = device(replace(PLAIN, points=("1e9 10", "1e11 40")))
-    assert measured.grouped(3, 500, 10000, 1000, 8, "bfloat16", 2) == pytest.approx(3 * 1e10 / 25e12)
-
-
-def test_a_module_that_part_of_the_tokens_pass_takes_and_makes_as_much() -> None:
-    whole = Matmul(module="w", inputs=4096, outputs=8192)
-    seconds = [device().operation(op, costs(seq_len=8192), "bfloat16") for op in (whole, replace(whole, used=0.5))]
-    assert seconds[1].forward == pytest.approx(seconds[0].forward / 2)
-
-
-# --- who shares the stacks ----------------------------------------------------------------------------------------
 
 
 def test_the_ranks_that_share_stacks_are_neighbors() -> None:
@@ -386,11 +360,8 @@ def test_gathers_and_reductions_are_of_the_experts_that_ranks_share() -> None:
 
 def test_replicas_sum_the_shards_of_stacks_too() -> None:
     costs, layout = shared(sharded(2, "--mesh.dp_replicate", "2"), 4)
-    assert moved(0, costs, layout)["all_reduce", ("dp_replicate",)] == 4 * costs_params(costs, layout) / 8
-
-
-def costs_params(costs: Costs, layout: Layout) -> float:
-    return sum(size.total for size in Tensors(costs, 1).sizes(costs.stages[0]))
+    params = sum(size.total for size in Tensors(costs, 1).sizes(costs.stages[0]))
+    assert moved(0, costs, layout)["all_reduce", ("dp_replicate",)] == 4 * params / 8
 
 
 def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
@@ -406,14 +377,9 @@ def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
         assert list(column) == sorted(column, reverse=True)
         assert column[0] > column[-1] or column == column[:1] * 4
     assert seen[0][1] == 0 > seen[1][1]
-
-
-def test_an_exchange_takes_its_bytes_over_the_slowest_link() -> None:
-    """Of 4,096 tokens twice 4,096 features in two bytes, three quarters go to other ranks; four exchanges per layer."""
-    costs, layout = shared(sharded(), 4)
-    prediction = Planner(CLUSTER).predict(costs, layout)
+    # Of 4,096 tokens twice 4,096 features in two bytes, three quarters go to other ranks; four exchanges per layer.
     exchange = 3 / 4 * 4096 * 2 * 4096 * 2 / 100e9
-    assert prediction.time_s["ep"] == pytest.approx(costs.micro_batches * 32 * 4 * exchange)
+    assert -seen[2][1] == pytest.approx(costs_of(job).micro_batches * 32 * 4 * exchange)
 
 
 def test_stacks_are_gathered_between_nodes_by_ranks_that_hold_the_same() -> None:
@@ -427,95 +393,26 @@ def test_stacks_are_gathered_between_nodes_by_ranks_that_hold_the_same() -> None
     assert parts.seconds(gather, layer) == pytest.approx(whole)
 
 
-# --- the search ---------------------------------------------------------------------------------------------------
-
-GUEST = '''
-"""A model with experts, and a technique that shares them; both are only planned."""
-
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-from torch import nn
-
-from tests.unit.test_stacks import experts, spec_of
-from titan.contracts import Axis, Costs, Job, Model, ModelSpec, Technique, register
-from titan.contracts.base.cost import CollectiveCost, Matmul
-from titan.layers.blocks import Heads
-from titan.layers.decoder import DecoderConfig
+MOE = ("--model.name=moe", "--model.preset=moe-tiny", "--model.n_experts=8", *EAGER)
 
 
-@register
-class Routed(Model):
-    """Four layers with eight experts."""
-
-    name = "routed"
-    Config = DecoderConfig
-    config: DecoderConfig
-    presets = {"tiny": {}}
-
-    def spec(self) -> ModelSpec:
-        heads = Heads(dim=64, n_heads=8, n_kv_heads=4, head_dim=8)
-        return spec_of(4, 64, heads, experts(64, 256, 8, 2), 257, 64)
-
-    def build(self) -> nn.Module:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """No options."""
-
-
-@register
-class Sharing(Technique):
-    """Shares experts."""
-
-    name = "sharing"
-    Config = Config
-    phase = "partition"
-    axes = (Axis(name="shares", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks"),)
-
-    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        stacks = {op.stack for op in spec.layer_ops if isinstance(op, Matmul)} - {1} or {1}
-        if any(stack % job.layout.degree("shares") for stack in stacks):
-            yield "the experts do not come out even"
-
-    def cost(self, costs: Costs, job: Job) -> Costs:
-        sent = tuple(
-            CollectiveCost(axes=("shares",), collective="all_to_all", where="layer", when=when, numel=128, count=2)
-            for when in ("forward", "recompute", "backward")
-        )
-        return replace(costs, stacks_over=("shares",), collectives=(*costs.collectives, *sent))
-'''
-
-
-@pytest.fixture
-def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
-    """Words that open the guests; other tests do not see them."""
-    (tmp_path / "guest.py").write_text(GUEST)
-    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
-    monkeypatch.setattr(registry, "_opened", set(registry._opened))
-    yield (f"--plugins.path={tmp_path}", "--model.name=routed", *EAGER)
-
-
-def test_the_search_shares_stacks_over_ranks_that_come_out_even(guest: tuple[str, ...]) -> None:
-    words = (*guest, "--mesh.tp=1", "--mesh.pp=1", "--mesh.cp=1")
+def test_the_search_shares_stacks_over_ranks_that_come_out_even() -> None:
+    words = (*MOE, "--mesh.tp=1", "--mesh.pp=1", "--mesh.cp=1")
     layouts = list(load_base(TOML, words).space(32, 4).layouts())
     assert all(layout.world_size == 32 for layout in layouts)
-    found = {(layout.degrees["dp_shard"], layout.degrees["shares"]) for layout in layouts}
+    found = {(layout.degrees["dp_shard"], layout.degrees["ep"]) for layout in layouts}
     shards = (1, 2, 4, 8, 16, 32)
     assert found == {(n, share) for n in shards for share in (1, 2, 4, 8) if share <= n}  # of eight experts
-    fixed = load_base(TOML, (*words, "--mesh.shares=4")).space(32, 4)
-    assert {(lay.degrees["dp_shard"], lay.degrees["shares"]) for lay in fixed.layouts()} == {
-        (n, 4) for n in (4, 8, 16, 32)
-    }
-    dense = load_base(TOML, (*guest[:1], "--mesh.tp=1", *EAGER)).space(32, 4)
-    assert {layout.degrees["shares"] for layout in dense.layouts()} == {1}
+    fixed = load_base(TOML, (*words, "--mesh.ep=4")).space(32, 4)
+    found = {(layout.degrees["dp_shard"], layout.degrees["ep"]) for layout in fixed.layouts()}
+    assert found == {(n, 4) for n in (4, 8, 16, 32)}
+    dense = load_base(TOML, ("--mesh.tp=1", *EAGER)).space(32, 4)
+    assert {layout.degrees["ep"] for layout in dense.layouts()} == {1}
 
 
 @pytest.mark.sweep
-def test_no_layout_with_shared_stacks_is_better_than_its_bounds(guest: tuple[str, ...]) -> None:
-    words = (*guest, "--mesh.cp=1", "--mesh.tp=1", "--plugins.bf16.enabled=true", "--train.global_batch_size=8")
+def test_no_layout_with_shared_stacks_is_better_than_its_bounds() -> None:
+    words = (*MOE, "--mesh.cp=1", "--mesh.tp=1", "--plugins.bf16.enabled=true", "--train.global_batch_size=8")
     words += ("--plugins.activation_checkpoint.enabled=false",)
     base = load_base(TOML, words).job
     run = _Search(base, Planner(CLUSTER), 1, "time")
@@ -526,7 +423,7 @@ def test_no_layout_with_shared_stacks_is_better_than_its_bounds(guest: tuple[str
         assert max(bounds(run, alone, job)) <= prediction.step_time_s * (1 + 1e-9), choice
         alike = run.planner.stage_costs(uncut(job), job.layout)
         assert run._least_memory(alike) / GIB <= prediction.peak_gib * (1 + 1e-9)
-    assert {choice.layout.degrees["shares"] for choice, _ in found} == {1, 2, 4}
+    assert {choice.layout.degrees["ep"] for choice, _ in found} == {1, 2, 4}
     best = search(base, Planner(CLUSTER), [load_base(TOML, words).space(4, 4)], keep=5).best
     values = sorted(prediction.step_time_s for _, prediction in found)
     assert [f.prediction.step_time_s for f in best] == pytest.approx(values[:5], rel=1e-9)

@@ -51,9 +51,6 @@ def _same(point: Point, prediction: Prediction) -> bool:
     return point.fits == prediction.fits and not point.refused
 
 
-# --- scaling ------------------------------------------------------------------------------------------------------
-
-
 def test_weak_scaling_keeps_the_share_of_each_rank() -> None:
     study = _study("weak-scaling")
     assert _xs(study.points) == [64, 128, 256, 512, 1024]  # two copies as given, up to eight times that
@@ -69,16 +66,13 @@ def test_weak_scaling_keeps_the_share_of_each_rank() -> None:
     assert first["efficiency"] == 1.0
 
 
-def test_strong_scaling_keeps_the_batch() -> None:
+def test_strong_scaling_keeps_the_batch_and_compares_with_the_smallest_that_fits() -> None:
     study = _study("strong-scaling", "--mesh.tp=8")
     for point in study.points:
         assert _same(point, _directly("--mesh.tp=8", f"--mesh.dp_shard={int(point.x) // 128}"))
     efficiency = [point.values["efficiency"] for point in study.points]
     assert efficiency[0] == 1.0 and efficiency == sorted(efficiency, reverse=True)
     assert efficiency[-1] < 0.9
-
-
-def test_efficiency_is_against_the_smallest_that_fits() -> None:
     points = _study("strong-scaling", "--mesh.tp=2").points
     first = next(point for point in points if point.fits)
     assert first.values["efficiency"] == 1.0 and not points[0].fits and points[0].values["efficiency"] > 1.0
@@ -95,21 +89,20 @@ def test_scaling_goes_to_the_ranks_that_are_said() -> None:
 def test_what_a_batch_does_not_divide_over_is_refused() -> None:
     points = _study("strong-scaling", config=None, ranks=16).points
     assert [bool(p.refused) for p in points] == [False, False, False, False, True]
-    assert points[-1].refused.startswith(
-        "[train] global_batch_size = 24: must be divisible by the 16 data-parallel ranks"
-    )
+    said = "[train] global_batch_size = 24: must be divisible by the 16 data-parallel ranks"
+    assert points[-1].refused.startswith(said)
     assert points[-1].values == {} and not points[-1].fits
 
 
-# --- one degree for another ---------------------------------------------------------------------------------------
-
-
-def test_tensor_trades_copies_for_slices() -> None:
+def test_tensor_trades_copies_for_slices_and_micro_batches_divide_what_a_rank_has() -> None:
     study = _study("tp")
     assert study.x_label == "mesh.tp" and _xs(study.points) == [1, 2, 4, 8]
     for point in study.points:
         assert _same(point, _directly(f"--mesh.tp={point.x}", f"--mesh.dp_shard={8 // int(point.x)}"))
     assert not study.points[0].fits and study.points[-1].fits
+    study = _study("micro-batch")
+    assert _xs(study.points) == [1, 2, 4, 5, 8, 10, 16]  # of 320 samples
+    assert _same(_at(study, 5), _directly("--train.micro_batch_size=5"))
 
 
 def test_pipeline_says_why_a_degree_cannot_work() -> None:
@@ -138,9 +131,8 @@ def test_longer_sequences_are_split_over_more_ranks_at_the_same_tokens() -> None
 
 @pytest.mark.parametrize(("given", "at_64"), [(0, None), (2, 1), (1, 1)], ids=["unset", "two", "one"])
 def test_longer_sequences_leave_a_micro_batch_that_is_not_set_to_each_layout(given: int, at_64: int | None) -> None:
-    job = job_of(
-        f"--train.micro_batch_size={given}", "--data.seq_len=32", "--mesh.dp_shard=2", "--plugins.fsdp.zero_stage=2"
-    )
+    sharded = ("--mesh.dp_shard=2", "--plugins.fsdp.zero_stage=2")
+    job = job_of(f"--train.micro_batch_size={given}", "--data.seq_len=32", *sharded)
     _, variants = KINDS["cp"].varied(Base(job, frozenset(), 0))
     sizes = {variant.series: variant.keys.get("train.micro_batch_size") for variant in variants}
     assert list(sizes) == [f"{length} tokens" for length in (32, 64, 128, 256)]
@@ -155,19 +147,13 @@ def test_a_study_of_an_axis_that_no_plugin_owns_is_refused(name: str) -> None:
         KINDS[name].varied(Base(job, frozenset(), 0))
 
 
-def test_the_axis_with_most_ranks_shares_the_batch() -> None:
+def test_the_axis_with_most_ranks_shares_the_batch_and_makes_up_ranks() -> None:
     points = _study("tp", "--mesh.dp_shard=1", "--mesh.dp_replicate=4").points
     assert _xs(points) == [1, 2, 4, 8, 16]
     assert _same(points[0], _directly("--mesh.tp=1", "--mesh.dp_shard=1", "--mesh.dp_replicate=16"))
-
-
-def test_ranks_are_made_up_by_those_that_share_the_batch() -> None:
     study = _study("tp", ranks=256)
     assert _xs(study.points) == [1, 2, 4, 8, 16] and "dp_shard 4" in study.job
     assert _same(_at(study, 8), _directly("--mesh.tp=8", "--mesh.dp_shard=2"))
-
-
-# --- other things -------------------------------------------------------------------------------------------------
 
 
 def test_bubble_goes_through_schedules_and_micro_batches() -> None:
@@ -175,13 +161,13 @@ def test_bubble_goes_through_schedules_and_micro_batches() -> None:
     assert len(study.series) == 7 and "1F1B" in study.series  # the job's own stands for its schedule, once
     assert _xs([p for p in study.points if p.series == "1F1B"]) == [4, 8, 16, 32, 64, 128, 320]
     for x in (4, 320):
-        assert _same(
-            _at(study, x, "1F1B"), _directly("--mesh.pp=4", "--mesh.tp=8", f"--train.global_batch_size={2 * x}")
-        )
+        direct = _directly("--mesh.pp=4", "--mesh.tp=8", f"--train.global_batch_size={2 * x}")
+        assert _same(_at(study, x, "1F1B"), direct)
     words = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
     direct = _directly("--mesh.pp=4", "--mesh.tp=8", "--train.global_batch_size=64", *words)
     assert _same(_at(study, 32, "Interleaved1F1B 2"), direct)
     assert "needs at least 8" in _at(study, 4, "DualPipeV 2").refused
+    assert _study("bubble", "--mesh.pp=4", "--plugins.pipeline.schedule=GPipe").series == ("GPipe",)
 
 
 def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
@@ -189,16 +175,6 @@ def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
     even = ("--mesh.pp=8", "--mesh.tp=8", "--plugins.pipeline.schedule=1F1B", "--model.vocab_size=1024")
     for point in _study("bubble", *even).points:
         assert point.values["bubble_fraction"] == pytest.approx(7 / (point.x + 7), rel=0.08)
-
-
-def test_a_schedule_on_the_command_line_is_the_only_one() -> None:
-    study = _study("bubble", "--mesh.pp=4", "--plugins.pipeline.schedule=GPipe")
-    assert study.series == ("GPipe",)
-
-
-def test_a_bubble_needs_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match=r"the job has no pipeline; give it one: --mesh\.pp 4"):
-        _study("bubble", config=None)
 
 
 def test_recompute_goes_through_all_that_is_optional() -> None:
@@ -214,15 +190,6 @@ def test_recompute_goes_through_all_that_is_optional() -> None:
     assert {"mode": "attention"} in toggled[0].search_space
     activations = [point.values["activations_gib"] for point in study.points]
     assert min(activations) == activations[1] < activations[3] < activations[4]
-
-
-def test_micro_batches_divide_what_a_rank_has() -> None:
-    study = _study("micro-batch")
-    assert _xs(study.points) == [1, 2, 4, 5, 8, 10, 16]  # of 320 samples
-    assert _same(_at(study, 5), _directly("--train.micro_batch_size=5"))
-
-
-# --- reports and faults -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -271,20 +238,22 @@ def test_series_stand_beside_each_other_and_share_a_reason() -> None:
     assert two.splitlines()[7:11] == ["", "peak memory, GiB:", "micro batches     a   b", "1              8.00   -"]
 
 
-def test_the_command_names_all_studies() -> None:
-    assert (*KINDS, "fabric") == STUDIES  # which stand apart, for --help to be quick
-
-
-def test_faults() -> None:
-    with pytest.raises(ConfigError, match=r"--study: recompte: no such study.*recompute"):
-        _study("recompte")
-    with pytest.raises(ConfigError, match=r"nothing to vary with one rank; give it more ranks \(--world-size N\)"):
-        _study("tp", config=None)
-    with pytest.raises(ConfigError, match="unknown"):
-        _study("tp", "--mesh.nonsense=2", "--train.nonsense=2")
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("recompte", (), r"--study: recompte: no such study.*recompute"),
+        ("tp", (), r"nothing to vary with one rank; give it more ranks \(--world-size N\)"),
+        ("tp", ("--mesh.nonsense=2", "--train.nonsense=2"), "unknown"),
+        ("bubble", (), r"the job has no pipeline; give it one: --mesh\.pp 4"),
+    ],
+)
+def test_faults(name: str, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _study(name, *words, config=None)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (*KINDS, "fabric") == STUDIES  # which stand apart, for --help to be quick
     words = ["--config", "configs/debug3d.toml", "--study", "tp", "--cluster", "h100", "--json"]
     assert main(["plan", *words]) == 0
     assert [point["x"] for point in json.loads(capsys.readouterr().out)["points"]] == [1, 2, 4]

@@ -103,9 +103,6 @@ def change(folder: Path, file: str, **values: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
 
 
-# --- ours as theirs -----------------------------------------------------------------------------------------------
-
-
 def test_the_files_give_the_same_ids_there_and_back(ours: Tokenizer, texts: list[str], tmp_path: Path) -> None:
     back = opened(write(tmp_path / "out", ours.hf_files()))
     assert (back.vocab_size, back.end) == (ours.vocab_size, ours.end)
@@ -154,9 +151,6 @@ def test_any_ranks_merge_as_they_do_here() -> None:
 def test_a_special_that_is_a_token_of_text_too_cannot_be_written() -> None:
     ranks = {bytes([number]): number for number in range(256)} | {b"<|end|>": 256}
     assert BytePairs(ranks, pattern=PATTERN, specials={"<|end|>": 257}, end="<|end|>").hf_files() is None
-
-
-# --- theirs as ours -----------------------------------------------------------------------------------------------
 
 
 def test_special_words_are_ordinary_text(small: Path, tmp_path: Path) -> None:
@@ -246,9 +240,8 @@ def test_random_merges_are_switched_off(theirs: Path, capsys: pytest.CaptureFixt
     change(theirs, "tokenizer.json", version="1.0")
     plain = opened(theirs)
     ids, fingerprint = plain.encode("import os, sys"), plain.fingerprint
-    change(
-        theirs, "tokenizer.json", model={**json.loads((theirs / "tokenizer.json").read_text())["model"], "dropout": 0.5}
-    )
+    model = json.loads((theirs / "tokenizer.json").read_text())["model"]
+    change(theirs, "tokenizer.json", model={**model, "dropout": 0.5})
     drawn = opened(theirs)
     assert [drawn.encode("import os, sys") for _ in range(5)] == [ids] * 5
     assert drawn.fingerprint == fingerprint
@@ -346,9 +339,7 @@ def test_where_the_files_name_a_token_does_not_change_the_fingerprint(theirs: Pa
 
 
 def test_what_is_only_passed_on_keeps_nobody_from_reading(theirs: Path, tmp_path: Path) -> None:
-    (theirs / "tokenizer.model").write_text(
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 9\n"
-    )
+    (theirs / "tokenizer.model").write_text(POINTER)
     (theirs / "vocab.txt").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").write_text("secret")
     assert sorted(opened(theirs).files()) == [hf.TOKENIZER, hf.ABOUT]
@@ -374,12 +365,6 @@ def test_what_stands_around_the_texts_of_a_published_model(theirs: Path) -> None
     assert opened(theirs, end="b").delimiters.stops == (7, 8, opened(theirs, end="b").end)
 
 
-def test_a_git_lfs_pointer_is_named(theirs: Path) -> None:
-    (theirs / hf.TOKENIZER).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 9\n")
-    with pytest.raises(DataError, match=r"tokenizer\.json is a Git LFS pointer"):
-        opened(theirs).encode("a")
-
-
 def test_fingerprint_follows_what_decides_ids(theirs: Path) -> None:
     before = opened(theirs).fingerprint
     path = theirs / "tokenizer.json"
@@ -397,47 +382,35 @@ def test_only_the_reader_of_these_files_knows_a_folder_with_them(theirs: Path, t
     assert hf.Hf.from_hf(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("files", "end", "words"),
-    [
-        ({"tokenizer.json": None}, "", r"tokenizer\.json cannot be read: No such file"),
-        ({"tokenizer.json": {"model": {"type": "X"}}}, "", r"tokenizer\.json cannot be read by the tokenizers lib"),
-        ({}, "<|ende|>", r"\[tokenizer\] end = '<\|ende\|>': the tokenizer has no such token \(nearest: '<\|end\|>'\)"),
-        ({"tokenizer_config.json": {"eos_token": "</s>"}}, "", r"eos_token in .*config\.json = '</s>': the token"),
-        (
-            {"tokenizer_config.json": None},
-            "",
-            r"does not say which token .* set tokenizer.end \(special tokens: '<\|end\|>'\)",
-        ),
-        (
-            {"tokenizer_config.json": None, "config.json": {"eos_token_id": 9999}},
-            "",
-            r"config\.json = 9999: not an id of ",
-        ),
-        ({"tokenizer_config.json": None, "config.json": {"eos_token_id": -1}}, "", r"config\.json = -1: not an id of "),
-        ({"tokenizer_config.json": [1]}, "", r"tokenizer_config\.json holds no JSON object"),
-    ],
-)
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 9\n"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({hf.TOKENIZER: None}, "", r"tokenizer\.json cannot be read: No such file"),
+    ({hf.TOKENIZER: {"model": {"type": "X"}}}, "", r"tokenizer\.json cannot be read by the tokenizers lib"),
+    ({hf.TOKENIZER: POINTER}, "", r"tokenizer\.json is a Git LFS pointer"),
+    ({}, "<|ende|>", r"\[tokenizer\] end = '<\|ende\|>': the tokenizer has no such token \(nearest: '<\|end\|>'\)"),
+    ({hf.ABOUT: {"eos_token": "</s>"}}, "", r"eos_token in .*config\.json = '</s>': the token"),
+    ({hf.ABOUT: None}, "", r"does not say which token .* set tokenizer.end \(special tokens: '<\|end\|>'\)"),
+    ({hf.ABOUT: None, hf.MODEL: {"eos_token_id": 9999}}, "", r"config\.json = 9999: not an id of "),
+    ({hf.ABOUT: None, hf.MODEL: {"eos_token_id": -1}}, "", r"config\.json = -1: not an id of "),
+    ({hf.ABOUT: [1]}, "", r"tokenizer_config\.json holds no JSON object"),
+    ({hf.ABOUT: "{"}, "", r"tokenizer_config\.json is not JSON: "),
+]
+
+
+@pytest.mark.parametrize(("files", "end", "words"), WRONG)
 def test_what_is_missing_is_named(theirs: Path, files: dict[str, Any], end: str, words: str) -> None:
     for name, value in files.items():
         (theirs / name).unlink(missing_ok=True)
         if value is not None:
-            (theirs / name).write_text(json.dumps(value))
+            (theirs / name).write_text(value if isinstance(value, str) else json.dumps(value))
     with pytest.raises(DataError, match=words):
         _ = opened(theirs, end).end
 
 
-def test_broken_json_is_named(theirs: Path) -> None:
-    (theirs / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON: "):
-        _ = opened(theirs).end
-
-
 def test_without_the_library_one_line_says_what_to_install(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        DataError, match=r"tokenizer\.json needs the tokenizers package: .* -m pip install -e .*\[hf\]'$"
-    ):
+    told = r"tokenizer\.json needs the tokenizers package: .* -m pip install -e .*\[hf\]'$"
+    with pytest.raises(DataError, match=told):
         opened(theirs).encode("a")
 
 

@@ -36,9 +36,6 @@ def _run(tracker: Tracker, info: RunInfo, rows: list[dict[str, Any]]) -> None:
     tracker.close()
 
 
-# --- jsonl ------------------------------------------------------------------------------------------------------
-
-
 def _jsonl(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -51,22 +48,14 @@ def _json_run(folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> 
     _run(jsonl.Jsonl(jsonl.Config()), _info(folder, start_step), rows)
 
 
-def test_rows_are_written_as_they_are(tmp_path: Path) -> None:
-    _json_run(tmp_path, [ROW, VALIDATION])
-    assert _jsonl(tmp_path) == [ROW, VALIDATION]
-
-
-def test_a_row_is_in_the_file_before_the_next_step(tmp_path: Path) -> None:
-    tracker = jsonl.Jsonl(jsonl.Config())
+def test_rows_are_in_the_file_at_once_with_null_for_what_json_does_not_know(tmp_path: Path) -> None:
+    tracker, odd = jsonl.Jsonl(jsonl.Config()), {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
     tracker.start(_info(tmp_path))
-    tracker.log(ROW)
-    assert _jsonl(tmp_path) == [ROW]
+    for number, row in enumerate((ROW, VALIDATION, {"step": 1, **odd, "tokens": 3})):
+        tracker.log(row)
+        assert len(_jsonl(tmp_path)) == number + 1
+    assert _jsonl(tmp_path) == [ROW, VALIDATION, {"step": 1, **dict.fromkeys(odd), "tokens": 3}]
     tracker.close()
-
-
-def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
-    _json_run(tmp_path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "tokens": 3}])
-    assert _jsonl(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": None, "tokens": 3}]
 
 
 def test_resuming_drops_rows_beyond_the_checkpoint(tmp_path: Path) -> None:
@@ -85,25 +74,20 @@ def test_resuming_drops_a_torn_line(tmp_path: Path, torn: bytes) -> None:
 
 
 def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / "metrics.jsonl.tmp"
-    left.write_text("half")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    _json_run(tmp_path, _steps(1))
+    (tmp_path / "metrics.jsonl.tmp").write_text("half")
     _json_run(tmp_path, [], start_step=1)
-    assert not left.exists() and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and _jsonl(tmp_path) == _steps(1)
 
 
-def test_starting_anew_in_the_folder_starts_the_file_anew(tmp_path: Path) -> None:
-    _json_run(tmp_path, _steps(10, 20))
-    _json_run(tmp_path, _steps(10))
-    assert _jsonl(tmp_path) == _steps(10)
-
-
-def test_the_file_is_replaced_not_rewritten(tmp_path: Path) -> None:
+def test_the_file_is_replaced_not_rewritten_and_starts_anew_where_a_run_does(tmp_path: Path) -> None:
     _json_run(tmp_path, _steps(10, 20))
     with (tmp_path / "metrics.jsonl").open() as held:
         _json_run(tmp_path, [], start_step=10)
         assert len(held.readlines()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    _json_run(tmp_path, _steps(10))
+    assert _jsonl(tmp_path) == _steps(10)
 
 
 def test_a_row_cut_short_by_a_full_disk_is_said_and_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +114,6 @@ def test_a_row_cut_short_by_a_full_disk_is_said_and_cut_back(tmp_path: Path, mon
     assert _jsonl(tmp_path) == [{"step": 10}, {"step": 40}]
 
 
-# --- tensorboard ------------------------------------------------------------------------------------------------
-
-
 def _events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -154,17 +135,13 @@ def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: P
     }  # fmt: skip
     (event,) = events.Scalars("train/loss")
     assert (event.step, event.wall_time, event.value) == (20, 1.7e9, pytest.approx(5.12341))
-
-
-def test_the_job_is_there_as_text(tmp_path: Path) -> None:
-    _tensorboard_run(tmp_path, [])
-    (event,) = _events(tmp_path).Tensors("config/text_summary")
-    (text,) = event.tensor_proto.string_val
+    (job,) = events.Tensors("config/text_summary")
+    (text,) = job.tensor_proto.string_val
     assert text.decode() == "- **train**\n    - **steps** = `600`\n- **data**\n    - **paths** = `['a', 'b']`"
 
 
 def test_tensorboard_forgets_what_is_beyond_the_checkpoint(tmp_path: Path) -> None:
-    _tensorboard_run(tmp_path, [{"step": step, "loss": 1.0} for step in (10, 20, 30, 40)])
+    _tensorboard_run(tmp_path, _steps(10, 20, 30, 40))
     _tensorboard_run(tmp_path, [{"step": 30, "loss": 2.0}], start_step=20)
     assert [(e.step, e.value) for e in _events(tmp_path).Scalars("train/loss")] == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
@@ -176,9 +153,6 @@ def test_a_row_is_in_the_event_file_at_once(tmp_path: Path) -> None:
         tracker.log({**ROW, "step": step})
     assert [event.step for event in _events(tmp_path).Scalars("speed/data_time_s")] == list(range(1, 51))
     tracker.close()
-
-
-# --- console ----------------------------------------------------------------------------------------------------
 
 
 class _Terminal(io.StringIO):

@@ -64,9 +64,6 @@ def go_on(path: Path, trials: int, *words: str, run: Callable[[Choice], Any] | N
     return results
 
 
-# --- what is tried ------------------------------------------------------------------------------------------------
-
-
 def test_no_layout_is_run_twice_and_all_of_them_work(tmp_path: Path) -> None:
     machine = Machine()
     go_on(tmp_path / "r.jsonl", 30, run=machine)
@@ -115,20 +112,13 @@ def test_the_search_learns(tmp_path: Path) -> None:
     assert found[5][0] > 1.4 * found[1000][0] and found[5][1] < 0.7 * found[1000][1], found
 
 
-# --- failures -----------------------------------------------------------------------------------------------------
-
-
-def trials(*outcomes: Measured | Failed) -> list[Trial]:
-    return [Trial(str(number), {}, outcome) for number, outcome in enumerate(outcomes)]
-
-
-def test_failures_count_as_the_worst() -> None:
-    failed = Failed("memory", "")
-    assert imputed(trials(failed, measured(30), failed, measured(10), failed), "tokens") == [10, 30, 10, 10, 10]
-    assert imputed(trials(failed, failed), "tokens") == [0, 0]
-
-
-# --- the file -----------------------------------------------------------------------------------------------------
+def test_failures_count_as_the_worst_and_parameters_are_tables() -> None:
+    layout = {"mesh.a": 2, "plugins.b.enabled": True, "plugins.b.c": 1, "plugins.b.d": "x", "plugins.e.enabled": False}
+    assert parameters_of(layout) == {"mesh.a": 2, "plugins.b": "c=1 d=x", "plugins.e": "off"}
+    failed = Trial("x", {}, Failed("memory", ""))
+    fast, slow = (Trial("x", {}, measured(speed)) for speed in (30, 10))
+    assert imputed([failed, fast, failed, slow, failed], "tokens") == [10, 30, 10, 10, 10]
+    assert imputed([failed, failed], "tokens") == [0, 0]
 
 
 def test_a_search_goes_on_as_if_it_had_never_been_killed(tmp_path: Path) -> None:
@@ -147,16 +137,19 @@ def test_a_search_goes_on_as_if_it_had_never_been_killed(tmp_path: Path) -> None
             assert len(machine.ran) == 9 - max(0, kept.count(b"\n") - 1)
 
 
-def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
-    path, machine = tmp_path / "r.jsonl", Machine()
-
-    def interrupted(choice: Choice) -> Measured | Failed:
-        if len(machine.ran) == 3:
-            raise KeyboardInterrupt
+def interrupted_after(trials: int, machine: Machine, how: Callable[..., Any], *words: Any) -> Callable[[Choice], Any]:
+    def run(choice: Choice) -> Measured | Failed:
+        if len(machine.ran) == trials:
+            how(*words)
         return machine(choice)
 
+    return run
+
+
+def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        go_on(path, 9, run=interrupted)
+        go_on(path, 9, run=interrupted_after(3, Machine(), signal.default_int_handler, signal.SIGINT, None))
     assert len(go_on(path, 3).trials) == 3
 
 
@@ -174,29 +167,22 @@ def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
         go_on(path, 1, ranks=2)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"name": "x"}', '{"name": "x", "layout": {}, "failed": {"odd": 1}}'])
-def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ((r"\n\Z", "\n{\n"), "line 3 is not a trial"),
+        ((r"\n\Z", "\n[]\n"), "line 3 is not a trial"),
+        ((r"\n\Z", '\n{"name": "x"}\n'), "line 3 is not a trial"),
+        ((r"\n\Z", '\n{"name": "x", "layout": {}, "failed": {"odd": 1}}\n'), "line 3 is not a trial"),
+        (('"train.micro_batch_size": ', r"\g<0>9"), r"train\.micro_batch_size = 9\d, not in this search space"),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(damage: tuple[str, str], said: str, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ConfigError, match="line 3 is not a trial"):
+    path.write_text(re.sub(*damage, path.read_text()))
+    with pytest.raises(ConfigError, match=said):
         go_on(path, 2)
-
-
-def test_a_trial_outside_the_space_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    go_on(path, 1)
-    path.write_text(path.read_text().replace('"train.micro_batch_size": ', '"train.micro_batch_size": 9'))
-    with pytest.raises(ConfigError, match=r"train\.micro_batch_size = 9\d, not in this search space"):
-        go_on(path, 2)
-
-
-# --- the command --------------------------------------------------------------------------------------------------
-
-
-def test_parameters() -> None:
-    layout = {"mesh.a": 2, "plugins.b.enabled": True, "plugins.b.c": 1, "plugins.b.d": "x", "plugins.e.enabled": False}
-    assert parameters_of(layout) == {"mesh.a": 2, "plugins.b": "c=1 d=x", "plugins.e": "off"}
 
 
 def test_table() -> None:
@@ -251,24 +237,19 @@ def test_the_command_begins_with_what_the_planner_finds(machine: Machine, capsys
 
 
 def test_ctrl_c_shows_what_there_is(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(choice: Choice) -> Measured | Failed:
-        if len(machine.ran) == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return machine(choice)
-
-    with patch.object(trial, "Runner", lambda **_: interrupted):
+    with patch.object(trial, "Runner", lambda **_: interrupted_after(4, machine, signal.raise_signal, signal.SIGTERM)):
         assert cli.main([*WORDS, "--world-size", "4", "--trials", "9"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 5 and "stopped; the same command resumes the search" in err
 
 
-def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(choice: Choice) -> Failed:
-        return Failed("launch", "no network")
-
-    with patch.object(trial, "Runner", lambda **_: fails):
+def test_when_nothing_works_or_optuna_is_missing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(trial, "Runner", lambda **_: lambda choice: Failed("launch", "no network")):
         assert cli.main([*WORDS, "--trials", "2", "--output", "best.toml"]) == 1
     assert "error: all trials failed (2 launch)" in capsys.readouterr().err and not Path("best.toml").exists()
+    with patch.dict(sys.modules, {"optuna": None}):
+        assert cli.main([*WORDS, "--trials", "1"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(install("tune"))
 
 
 @pytest.mark.parametrize(
@@ -303,9 +284,3 @@ def test_ranks_that_it_cannot_start(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         command._ranks(argparse.Namespace(launch=None, world_size=None))
-
-
-def test_without_optuna(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.dict(sys.modules, {"optuna": None}):
-        assert cli.main([*WORDS, "--trials", "1"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(install("tune"))

@@ -28,15 +28,14 @@ def test_it_is_off_unless_its_table_stands(tmp_path: Path) -> None:
     job.write_text(f'base = "{LLAMA}"\n[metrics.wandb]\nmode = "offline"\n')
     chosen = load_job(job, plain)
     assert "wandb" in [tracker.name for tracker in chosen.trackers]
-    (tmp_path / "resolved.json").write_text(json.dumps(chosen.table))
+    json.dumps(chosen.table)
     assert "wandb" not in [t.name for t in load_job(job, [*plain, "--metrics.wandb.enabled", "false"]).trackers]
 
 
 def test_without_the_package_a_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"^\[metrics.wandb\] needs the wandb package: .* -m pip install -e .*\[wandb\]'$"
-    ):
+    told = r"^\[metrics.wandb\] needs the wandb package: .* -m pip install -e .*\[wandb\]'$"
+    with pytest.raises(ConfigError, match=told):
         Wandb(Config()).start(info(tmp_path))
 
 
@@ -88,26 +87,23 @@ def written(folder: Path) -> list[list[Any]]:
     import wandb
 
     wandb.teardown()  # its process closes files a little after a run's end
-    files = sorted(
-        (folder / "run" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns
-    )
-    return [list(records(file)) for file in files]
+    files = (folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    return [list(records(file)) for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+
+def values(items: Any) -> dict[str, Any]:
+    return {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items}
 
 
 def history(found: list[Any]) -> list[dict[str, Any]]:
-    rows = (
-        {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in r.history.item}
-        for r in found
-        if r.HasField("history")
-    )
+    rows = (values(r.history.item) for r in found if r.HasField("history"))
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
 
 def summary(found: list[Any]) -> dict[str, Any]:
     """The last value of each key: those that were said to be the summary, over those of the rows."""
-    said = (item for r in found if r.HasField("summary") for item in r.summary.update)
     last = {key: value for row in history(found) for key, value in row.items()}
-    return last | {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in said}
+    return last | values(item for r in found if r.HasField("summary") for item in r.summary.update)
 
 
 @pytest.mark.usefixtures("alone")

@@ -165,7 +165,7 @@ FAULTS = (
         "plugins/parallel/fsdp.py",
         'axes=("dp_replicate",), collective="all_reduce"',
         'axes=("dp_shard",), collective="all_reduce"',
-        (f"{COSTS}::test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds",),
+        (f"{COSTS}::test_zero_stages_gather_and_reduce_as_often_as_they_say",),
     ),
     Fault(
         "an all-reduce at the price of a reduce-scatter",
