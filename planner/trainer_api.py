@@ -11,9 +11,9 @@ from titan.planner.step.memory import GIB, memories
 from titan.planner.step.predict import Planner
 
 
-def choose(job: Job, device_gib: float | None, cluster: str = "") -> tuple[Values, list[str]]:
+def choose(job: Job, device_gib: float | None, cluster: str | None = None) -> tuple[Values, list[str]]:
     """See `titan.contracts.planner.Planner.choose`."""
-    if cluster:
+    if cluster is not None:
         return unset_options.choose(job, clusters.load(cluster).memory)
     return unset_options.choose(job, None if device_gib is None else DeviceMemory(device_gib))
 

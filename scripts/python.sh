@@ -24,8 +24,19 @@ has_titan() {
     PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
 import sys
 from importlib.util import find_spec
-sys.exit(sys.version_info < (3, 11) or not all(map(find_spec, sys.argv[1:])))
+specs = map(find_spec, sys.argv[1:])
+sys.exit(sys.version_info < (3, 11) or not all(spec and spec.origin for spec in specs))
 END
+}
+
+# Folders that have moved away leave compiled files, and Python takes such a folder for the package of its name.
+remove_leftovers() {
+    local folder
+    for folder in "$root"/titan/planner "$root"/titan/testing; do
+        [ -d "$folder" ] || continue
+        rm -rf -- "$folder"/__pycache__ "$folder"/*/__pycache__ 2>/dev/null || true
+        rmdir -- "$folder"/*/ "$folder" 2>/dev/null || true
+    done
 }
 
 new_enough_python() {
@@ -85,6 +96,7 @@ set_up() {
     echo "$(fingerprint) ${all//,/ }" >"$stamp"
 }
 
+remove_leftovers
 if [ -n "${TITAN_PYTHON:-}" ]; then
     has_titan "$TITAN_PYTHON" ||
         fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}; run:" \

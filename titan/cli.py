@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import titan.commands
 from titan import __version__
 from titan.contracts.plugin.options import did_you_mean, options_of
-from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, TitanError, by_errno
+from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, PluginError, TitanError, by_errno
 from titan.paths import expanded, told
-from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag
+from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag, warn
 
 ENTRY_POINTS = "titan.commands"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     own, overrides = _without_overrides(words)
     asked = next((word for word in own if not word.startswith("-")), "")
-    commands = _commands(asked)
+    try:
+        commands = _commands(asked)
+    except TitanError as error:
+        report(error)
+        return error.exit_code
     if asked and asked not in commands:
         parser.error(f"unknown command {asked!r}{did_you_mean(asked, commands)}")
     for name, module in commands.items():
@@ -134,11 +138,26 @@ def _keys(word: str) -> list[str]:
 
 
 def _commands(asked: str) -> dict[str, ModuleType]:
-    """The module of the command asked for; those of all commands where it is none. A module may import for seconds."""
+    """The module of the command asked for; those of all commands where it is none. A module may import for seconds.
+
+    Raises:
+        PluginError: the command asked for is an entry point's and cannot be imported; another such one is left out.
+    """
     own = {module.name: f"titan.commands.{module.name}" for module in pkgutil.iter_modules(titan.commands.__path__)}
-    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    found = dict(sorted({**{entry.name: entry.value for entry in entries}, **own}.items())) | {"train": "titan.launch"}
-    return {name: importlib.import_module(found[name]) for name in ([asked] if asked in found else found)}
+    own["train"] = "titan.launch"
+    if asked in own:
+        return {asked: importlib.import_module(own[asked])}
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    modules: dict[str, ModuleType] = {}
+    for name in [asked] if asked in entries else sorted({*own, *entries}):
+        try:
+            modules[name] = importlib.import_module(own[name]) if name in own else entries[name].load()
+        except ImportError as error:
+            what = f"command {name} (entry point {entries[name].value}) cannot be imported: {error}"
+            if name == asked:
+                raise PluginError(f"{what}; install its package again") from error
+            warn(what, error)
+    return modules
 
 
 if __name__ == "__main__":

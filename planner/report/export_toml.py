@@ -104,7 +104,8 @@ def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mappin
 
 
 def set_values(text: str, values: Mapping[str, Any]) -> str:
-    """The text of a TOML with these keys set; a key that it has keeps its place and comment.
+    """The text of a TOML with these keys set; a key that it has keeps its place and comment. Another one follows the
+    keys of its table, before the blank lines and comments that lead to the next.
 
     values: dotted key, its table first -> value.
 
@@ -114,17 +115,26 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
     if text.startswith(MARK):
         return MARK + set_values(text.removeprefix(MARK), values)
     tomlkit = _tomlkit()
-    ending = "\r\n" if text.partition("\n")[0].endswith("\r") else "\n"
-    document, wanted = tomlkit.parse(text.replace("\r\n", "\n")), tomllib.loads(text)
-    for key, value in values.items():
-        *tables, name = key.split(".")
-        here, there = document, wanted
-        for table in tables:
-            if table not in here:
-                here[table] = tomlkit.table()
-            here, there = here[table], there.setdefault(table, {})
-        here[name] = there[name] = value
-    edited: str = document.as_string().replace("\n", ending)
+    windows = 0 < text.count("\r\n") == text.count("\n")
+    try:
+        document, wanted = tomlkit.parse(text.replace("\r\n", "\n") if windows else text), tomllib.loads(text)
+        for key, value in values.items():
+            *tables, name = key.split(".")
+            here, there = document, wanted
+            for table in tables:
+                if table not in here:
+                    here[table] = tomlkit.table()
+                here, there = here[table], there.setdefault(table, {})
+            body = here.value.body if isinstance(here, tomlkit.items.Table) and name not in here else []
+            last = max((place for place, (item, _) in enumerate(body) if item is not None), default=len(body) - 1)
+            trailing = body[last + 1 :]
+            del body[last + 1 :]
+            here[name] = there[name] = value
+            body.extend(trailing)
+    except tomlkit.exceptions.TOMLKitError as error:
+        raise ValueError(str(error)) from error
+    edited: str = document.as_string()
+    edited = edited.replace("\n", "\r\n") if windows else edited
     if tomllib.loads(edited) != wanted:
         raise ValueError("the keys of the layout stand in a form that cannot be edited")
     return edited

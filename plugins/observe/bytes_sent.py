@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from titan.contracts import Batch, BuildContext, Measure, ModelPart, Technique, register
+from titan.contracts import BuildContext, Measure, ModelPart, Technique, register
 from titan.contracts.base.collectives import around_each, bytes_to_others
 
 
@@ -39,14 +39,14 @@ class BytesSent(Technique):
     phase = "materialise"
     measures: ClassVar = {"bytes_sent": Measure("bytes that a rank sends per step, mean over ranks", "mean")}
 
-    _device: torch.device | None = None
+    _context: BuildContext | None = None
     _stop: Callable[[], None] | None = None
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Nothing of the model changes; once per process, find the groups of the mesh."""
-        if self._device is not None:
+        if self._context is not None:
             return
-        self._device = context.mesh.device
+        self._context = context
         self._axes = {group.group_name: axes for axes, group in context.mesh.groups() if group.size() > 1}
         within = {
             f"{self.name}.{axes}": Measure(f"the same within the groups of {axes}", "mean", detail=True)
@@ -54,35 +54,24 @@ class BytesSent(Technique):
         }
         self.measures = {**self.measures, **within}
         self._sent: dict[str, float] = defaultdict(float)
-        self._steps, self._counts = 0, False
+        self._steps = 0
         self._lock = Lock()  # the thread of a GPU's backward counts too
 
-    def before_step(self, step: int) -> None:
-        """Count from here. Other techniques may send in their `after_step` after this one's: see `batch`."""
-        if self._stop is None:
-            self._stop = around_each(self._count)
-        self._counts = True
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A real run begins, on all ranks; there is no state."""
+        self._stop = around_each(self._count)
 
     def after_step(self, step: int, updated: Tensor) -> None:
         """A step more."""
         self._steps += 1
 
-    def batch(self, batch: Batch) -> Batch:
-        """The first that is called of validation, and of the next step before `before_step`: the step is over."""
-        self._counts = False
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept. A checkpoint begins, so the step is over."""
-        self._counts = False
-        return {}
-
     def measure(self) -> Mapping[str, Tensor]:
-        """Bytes and steps since the last call; as `Measure` has it for a mean. A row begins, so the step is over."""
-        self._counts = False
+        """Bytes and steps since the last call; as `Measure` has it for a mean."""
         with self._lock:
             sent, steps, self._sent, self._steps = self._sent, self._steps, defaultdict(float), 0
-        table = torch.tensor([[sent[name], steps] for name in self.measures], dtype=torch.float64, device=self._device)
+        table = torch.tensor(
+            [[sent[name], steps] for name in self.measures], dtype=torch.float64, device=self._context.device
+        )
         return dict(zip(self.measures, table, strict=True))
 
     def close(self) -> None:
@@ -94,7 +83,7 @@ class BytesSent(Technique):
     def _count(
         self, operation: OpOverload, args: Sequence[Any], group: dist.ProcessGroup
     ) -> AbstractContextManager[None]:
-        if self._counts:
+        if self._context.in_step:
             sent = bytes_to_others(operation, args, group.size(), group.rank())
             axes = self._axes.get(group.group_name)
             with self._lock:

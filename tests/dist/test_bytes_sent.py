@@ -70,6 +70,8 @@ def test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps(tmp_path: P
     params = load_job(LLAMA, ["--data.path", str(tmp_path / "text")], 1).spec.params
     # Beside the gradients in float32, the number of tokens in int64, the loss and two flags in float32.
     assert [rows[step]["bytes_sent"] for step in (1, 2, 3)] == [4 * params + 8 + 12] * 3
+    plain = train_job(tmp_path, 2, *mesh(dp_replicate=2), *COUNTED, "--metrics.every", "3", name="plain").rows
+    assert plain[3]["bytes_sent"] == rows[3]["bytes_sent"]
     assert "bytes_sent" not in train_job(tmp_path, 2, *mesh(dp_replicate=2), "--train.steps", "1", name="not").rows[1]
 
 
@@ -79,7 +81,8 @@ def test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps(tmp_path: P
 def counter(mesh: Mesh) -> BytesSent:
     """The technique, applied to no model in particular."""
     made = BytesSent(Config())
-    made.apply(Mock(), Mock(mesh=mesh))
+    made.apply(Mock(), Mock(mesh=mesh, device=mesh.device, in_step=False))
+    made.load_state_dict({})
     return made
 
 
@@ -132,11 +135,12 @@ def _issued() -> dict[str, float]:
     }
     found = {}
     for name, communicate in ways.items():
-        sent.before_step(1)
+        sent._context.in_step = True
         communicate()
         sent.after_step(1, torch.tensor(True))
-        measured = sent.measure()
+        sent._context.in_step = False
         communicate()  # beside a step
+        measured = sent.measure()
         assert torch.equal(measured["bytes_sent"], measured["bytes_sent.dp"])
         total, steps = measured["bytes_sent"].tolist()
         assert steps == 1

@@ -194,6 +194,8 @@ def test_two_commands_do_not_share_a_file(job: Path) -> None:
         ("[t]\nx = 1 # one\u2028two\u0085x = 3\n", '[t]\nx = "c" # one\u2028two\u0085x = 3\n'),
         ('[t]\nx = """a # b\nc""" # d\ny = 1\n', '[t]\nx = "c" # d\ny = 1\n'),
         ("t = { x = 1, y = 2 } # d\n", 't = { x = "c", y = 2 } # d\n'),
+        ("[t]\ny = 1 # d\n\n# of u\n[u]\n", '[t]\ny = 1 # d\nx = "c"\n\n# of u\n[u]\n'),
+        ("[t]\ny = 1\r\n[u]\r\n", '[t]\ny = 1\r\nx = "c"\n[u]\r\n'),
         ("t.x = 1\n# d\n", 't.x = "c"\n# d\n'),
         ("", '[t]\nx = "c"\n'),
         ("[t]\r\ny = 1", '[t]\r\ny = 1\r\nx = "c"\r\n'),

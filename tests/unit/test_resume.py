@@ -205,6 +205,7 @@ def test_tuples_come_back_as_lists() -> None:
         ({"tokenizer": []}, "tokenizer in rest that is not of type dict"),
         ([], "has no valid rest"),
         ({"step": 0}, "does not hold the config of the run"),
+        ({"config": {"data": ["x"]}}, "does not hold the config of the run"),
     ],
 )
 def test_a_state_of_other_kinds_is_refused(rest: Any, said: str, tmp_path: Path) -> None:

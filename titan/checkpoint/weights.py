@@ -40,7 +40,7 @@ def stored_rest(path: Path) -> dict[str, Any]:
     for key, kind in {"dropped": int, "valid_tokens": int, "tokenizer": dict}.items():
         if type(rest.get(key, kind())) is not kind:
             raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
-    if "config" not in rest:
+    if not all(type(section) is dict for section in rest.get("config", {"": None}).values()):
         raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return rest
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
     has_gpu = job.run.device != "cpu" and torch.cuda.is_available()
-    values, chosen = choose(job, total_gib(torch.device("cuda", 0)) if has_gpu else None, args.cluster or "")
+    values, chosen = choose(job, total_gib(torch.device("cuda", 0)) if has_gpu else None, args.cluster)
     table = dict(with_options(job, values).table)
     for sentence in (*said_of(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)

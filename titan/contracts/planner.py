@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from titan.contracts.base.cost import PredictedStep
+from titan.errors import PluginError
 
 PACKAGE = "titan.planner"
 
@@ -22,7 +23,7 @@ J = TypeVar("J", contravariant=True)
 class Planner(Protocol[J]):
     """What a run may ask; J is the type of a job. No call needs a device or communicates."""
 
-    def choose(self, job: J, device_gib: float | None, cluster: str = "") -> tuple[Values, list[str]]:
+    def choose(self, job: J, device_gib: float | None, cluster: str | None = None) -> tuple[Values, list[str]]:
         """Values for options that the job leaves to memory, and one sentence per such option.
 
         Usual values are left out, so that they still follow the layout of whoever reads the job's resolved table.
@@ -48,7 +49,15 @@ class Planner(Protocol[J]):
 
 
 def find_planner() -> "Planner[Any] | None":
-    """The installed planner, a module with the functions of `Planner`; None: there is none."""
-    if importlib.util.find_spec(PACKAGE) is None:
+    """The installed planner, a module with the functions of `Planner`; None: there is none.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:  # the latter: a folder without sources
         return None
-    return cast("Planner[Any]", importlib.import_module(f"{PACKAGE}.trainer_api"))
+    try:
+        return cast("Planner[Any]", importlib.import_module(f"{PACKAGE}.trainer_api"))
+    except ImportError as error:
+        raise PluginError(f"{PACKAGE} cannot be imported: {error}; install titan again") from error

@@ -84,6 +84,7 @@ class BuildContext:
     techniques: those that are on, in TOML order.
     parts: the model parts of this rank, in stage order; empty until phase `split` is over.
     predict: the step that `titan plan --cluster` predicts; "": on titan's cluster of this device; None: there is none.
+    in_step: a training step is under way, so the state is not that of a finished one.
     """
 
     job: Job
@@ -93,6 +94,7 @@ class BuildContext:
     techniques: Sequence[Technique] = field(default_factory=list)
     parts: Sequence[ModelPart] = ()
     predict: Callable[[str], PredictedStep | None] = lambda cluster: None
+    in_step: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -228,10 +228,9 @@ def _make_with_one_worker(group: Any, store: Store, rank: int, size: int, *chose
 
 
 def _device(wanted: str, local: int) -> torch.device:
-    available = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not available):
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not available:
+    if not torch.cuda.is_available():
         no_device = "PyTorch finds no such device on this machine"
         raise ConfigError(f'[run] device = "{wanted}": {no_device}; use "cpu" or "auto"')
     count = torch.cuda.device_count()

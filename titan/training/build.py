@@ -63,7 +63,6 @@ class Core:
 class Run(Core):
     """A step's needs, and what hangs on a run of them.
 
-    whole: the state is that of a finished step.
     mates: where workers keep their own pace, the ranks of this rank's worker, for tensors in host memory; else None.
     remaining: the ranks that are there, for tensors in host memory, once the run has lost workers; None: all are.
     meetings: how often workers that keep their own pace have met.
@@ -81,7 +80,6 @@ class Run(Core):
     meetings: int = 0
     dropped: int = 0
     saved: int = 0
-    whole: bool = True
     validation_loss: float | None = None
 
     def techniques_state(self) -> dict[str, object]:

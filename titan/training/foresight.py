@@ -13,8 +13,9 @@ from titan.machine import OFFLOADED, check_host_memory, device_name, host_memory
 from titan.ranks.process import Rank, smallest_memory_gib
 from titan.ranks.turns import from_first, together
 
-MOST_BYTES_PER_PARAM = 64
-"""More than any state needs of a rank that holds all parameters. A job that fits with so many needs no closer look."""
+MOST_BYTES_PER_PARAM, MOST_BYTES_PER_FEATURE = 64, 256
+"""More than any state and any saved activations need, of a rank that holds all parameters, and of a token's features in
+each layer. A job that fits with so many needs no closer look."""
 
 
 def settled(job: Job, rank: Rank) -> Job:
@@ -32,13 +33,13 @@ def settled(job: Job, rank: Rank) -> Job:
     return job
 
 
-def choose(job: Job, device_gib: float | None, cluster: str = "") -> tuple[Values, list[str]]:
+def choose(job: Job, device_gib: float | None, cluster: str | None = None) -> tuple[Values, list[str]]:
     """`Planner.choose`, where the job leaves anything to memory, the memory is known, and there is a planner."""
     tables = left_to_memory(job)
-    if not tables:
+    if not tables and cluster is None:
         return {}, []
     why = "the memory of the device is not known"
-    if cluster or device_gib is not None:
+    if cluster is not None or device_gib is not None:
         if planner := find_planner():
             return planner.choose(job, device_gib, cluster)
         why = f"{PACKAGE} is not installed, which would choose by memory"
@@ -48,7 +49,9 @@ def choose(job: Job, device_gib: float | None, cluster: str = "") -> tuple[Value
 
 def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
-    most_gib = MOST_BYTES_PER_PARAM * job.spec.params / 2**30
+    spec, tokens = job.spec, job.tokens_per_step / job.batch_ranks
+    features = tokens * (spec.n_layers * spec.dim + spec.vocab_size)
+    most_gib = (MOST_BYTES_PER_PARAM * spec.params + MOST_BYTES_PER_FEATURE * features) / 2**30
     available = [(device_gib, 1), *((gib, ranks) for gib, _ in host_memory_gib())]
     if all(gib is None or most_gib * sharing <= gib for gib, sharing in available):
         return

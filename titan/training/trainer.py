@@ -56,9 +56,9 @@ def train(run: Run) -> str:
                 asked = signals.gravest()
                 break
             micro_batches, waited = data
-            run.whole = False
+            run.context.in_step = True
             stats = step(run, micro_batches)
-            run.whole = True
+            run.context.in_step = False
             if run.step == first + 1:
                 set_timeouts(run.context.mesh, run.job.comm.timeout_s)
                 if run.checkpointer is not None:  # for the first time there is all the state that is to be saved
@@ -280,7 +280,7 @@ def _rescue(run: Run, error: Exception) -> None:
     a step leaves a state that is neither step's; one of a save or of a plugin would come again.
     """
     foreseen = isinstance(error, (errors.DivergedError, errors.CheckpointError, errors.FolderError, errors.PluginError))
-    if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
+    if run.rank.world_size > 1 or run.context.in_step or foreseen or run.checkpointer is None:
         return
     try:
         save(run)

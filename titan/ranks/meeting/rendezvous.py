@@ -29,6 +29,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
 from titan.errors import ConfigError, PreemptedError, TitanError
@@ -119,7 +120,8 @@ def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Ite
         yield Nodes(links)
     finally:
         for link in links.values():
-            link.close()
+            with suppress(OSError):
+                link.close()
 
 
 def leave(place: LaunchEnv, error: PreemptedError) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from titan.config import Job
 from titan.config.sections import declared_tables, table_at
 from titan.config.tables import Difference, differences, plain
 from titan.contracts import Tracker
+from titan.contracts.planner import PACKAGE
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import options_of
 from titan.contracts.plugin.registry import Plugin
@@ -89,7 +91,8 @@ def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
 
 def versions() -> dict[str, str]:
     """The versions that results may depend on."""
-    source = _digest(Path(titan.__file__).parent)
+    folders = [find_spec(name) for name in ("titan", PACKAGE)]  # the planner lies beside titan in a clone
+    source = "-".join(_digest(Path(spec.origin).parent) for spec in folders if spec and spec.origin)
     found = {"Python": platform.python_version(), "titan": f"{titan.__version__} ({source})"}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
