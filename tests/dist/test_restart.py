@@ -86,7 +86,9 @@ def _led_how(how: str, folder: Path) -> tuple[int, str]:
 
 
 def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_launch", lambda words, place, restarts: 40 + 10 * place.world_size + restarts)
+    monkeypatch.setattr(
+        launcher, "start", lambda train, words, place, job, restarts, *_, **__: 40 + 10 * place.world_size + restarts
+    )
     monkeypatch.setattr(os, "environ", {"NPROC": "1", "MAX_RESTARTS": "3"})
     assert command.main([]) == 53
 

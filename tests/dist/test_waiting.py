@@ -14,6 +14,7 @@ from tests.jobs import LLAMA
 from tests.signals import job
 from titan.checkpoint.disk.folder import step_folder
 from titan.config import load_job
+from titan.data import open as data
 from titan.data.samples import loader
 from titan.ranks import launcher, process, rank_processes
 from titan.ranks.meeting import signals
@@ -99,14 +100,14 @@ def _launched(argv: list[str]) -> int:
     from titan.train import main
 
     rank_processes.GRACE_S, loader.PATIENCE_S = 0.5, 0.1
-    made = build.Loader
+    made = data.Loader
 
     def silent(samples: Any, **more: Any) -> loader.Loader:
         since = 2 * more["global_batch"] + more["global_batch"] // 2  # the first sample of rank 1 in step 3
         late = os.environ["RANK"] == "1"
         return made(SilentFrom(samples, since, os.getppid()) if late else samples, **more)
 
-    build.Loader = silent  # type: ignore[assignment,misc]
+    data.Loader = silent  # type: ignore[assignment,misc]
     return launcher.start(main, argv, LaunchEnv(1, 0, 2, LOCAL, 0), Statement(), fork_with=("titan.train",))
 
 
