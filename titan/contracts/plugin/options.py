@@ -128,8 +128,8 @@ def _read(config: type) -> tuple[Option, ...]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)`, or the names there are when none is near; empty when there are none at all."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    if near := difflib.get_close_matches(word, names, n=1, cutoff=0.6 if not longer else 0.8) or longer:
         return f" (did you mean {near[0]!r}?)"
     return f" (known: {', '.join(names)})" if names else ""
 
