@@ -31,6 +31,7 @@ def _save_and_load(folder: Path, values: list[Tensor]) -> Any:
     try:
         checkpointer.save(1, [ModelPart(model)], saving, {})
     except (PluginError, CheckpointError) as refused:
+        dist.barrier()  # each rank refuses alone, maybe before its peer has connected to it
         return str(refused)
     checkpointer.load(folder / "step-00000001", [ModelPart(model)], loading)
     return loading.state[model.weight]["kept"]
