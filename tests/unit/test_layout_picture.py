@@ -213,8 +213,8 @@ def test_the_pictures_of_the_docs_are_what_the_command_draws(
     [
         ("--draw a.png", "--draw: a.png: the suffix must be .svg"),
         ("--draw folder.svg", "folder.svg: cannot be written: Is a directory"),
-        ("--draw a.svg --dry-run", "--draw with --dry-run: --draw goes with one predicted job"),
-        ("--draw a.svg --study tp", "--draw with --study: --draw goes with one predicted job"),
+        ("--draw a.svg --dry-run", "--draw: only one predicted job is drawn"),
+        ("--draw a.svg --study tp", "--draw: only one predicted job is drawn"),
     ],
 )
 def test_what_is_not_drawn(

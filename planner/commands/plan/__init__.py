@@ -18,6 +18,22 @@ MODES = ("list_clusters", "formulas", "dry_run", "search", "study")
 """Flags, each with a module of this package; without any, `predict`. `run(args)` of it returns the report, as JSON and
 as text. Imported when used."""
 
+_ORDINARY = {"objective": "time", "top": 10, "utilisation": 0.45}
+_TAKEN = {
+    **dict.fromkeys(
+        ("objective", "top", "explain", "output", "in-place"), ("search", "no layout is searched; add --search")
+    ),
+    "rank": ("dry_run", "no rank is built; add --dry-run"),
+    "devices": ("formulas", "the ranks of a layout are counted by --world-size; add --formulas"),
+    **dict.fromkeys(("peak-tflops", "utilisation"), ("formulas", "--cluster says what devices reach; add --formulas")),
+    "draw": ("predict", "only one predicted job is drawn; leave out what asks for another report"),
+    "plot": ("predict study", "only one predicted job or a study is plotted"),
+    "tokens": ("predict formulas", "only one predicted job and --formulas say what tokens take"),
+    "world-size": ("predict dry_run search study", "there is no layout; use --devices"),
+    **dict.fromkeys(("against", "steps-ratio", "steps-ratios"), ("study", "no jobs are compared; add --study fabric")),
+}
+"""Flags that only some modes take: these, and what to say with another one."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan plan`: job, cluster, mode, output."""
@@ -55,9 +71,12 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     kind.add_argument("--study", metavar="NAME", help="predict a series of jobs: " + ", ".join(STUDIES))
     search = parser.add_argument_group("with --search")
     search.add_argument(
-        "--objective", choices=("time", "price", "energy"), default="time", help="what to minimize; default: time"
+        "--objective", choices=("time", "price", "energy"), default=_ORDINARY["objective"],
+        help="what to minimize; default: time",
+    )  # fmt: skip
+    search.add_argument(
+        "--top", type=int, default=_ORDINARY["top"], metavar="K", help="number of layouts to show; default: 10"
     )
-    search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
     search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
     search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
     search.add_argument(
@@ -68,7 +87,10 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     alone = parser.add_argument_group("with --formulas")
     alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
-    alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
+    alone.add_argument(
+        "--utilisation", type=float, default=_ORDINARY["utilisation"], metavar="U",
+        help="share of the peak; default: 0.45",
+    )  # fmt: skip
     _add_fabric(parser.add_argument_group("with --study fabric"))
     parser.add_argument("--tokens", type=float, metavar="T", help="training tokens; adds total time, price and energy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory, step time and schedule, or the study")
@@ -95,8 +117,8 @@ def _add_fabric(fabric: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen mode and print its report; returns the exit code."""
-    _check(args)
     mode = next((name for name in MODES if getattr(args, name)), "predict")
+    _check(args, mode)
     report, text = importlib.import_module(f"{__name__}.{mode}").run(args)
     if args.config is not None or mode not in ("formulas", "list_clusters"):
         for sentence in said_of(args.config, args.overrides):
@@ -105,25 +127,19 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse options that no mode takes."""
-    if args.in_place and not args.search:
-        raise ConfigError("--in-place: no layout is searched; add --search", "command line")
-    if args.rank is not None and not args.dry_run:
-        raise ConfigError("--rank: no rank is built; add --dry-run", "command line")
-    if args.draw is not None and (other := next((name for name in MODES if getattr(args, name)), "")):
-        what = f"--draw with --{other.replace('_', '-')}: --draw goes with one predicted job; leave one of them out"
-        raise ConfigError(what, "command line")
-    compares = {"against": args.against, "steps-ratio": args.steps_ratio, "steps-ratios": args.steps_ratios}
-    for name, values in compares.items():
-        if values and args.study != "fabric":
-            what = f"--{name}: no jobs are compared; add --study fabric"
-            raise ConfigError(what, "command line")
+def _check(args: argparse.Namespace, mode: str) -> None:
+    """Refuse options that the mode does not take."""
+    for flag, (modes, sentence) in _TAKEN.items():
+        if _given(args, flag) and (mode not in modes.split() or (modes == "study" and args.study != "fabric")):
+            raise ConfigError(f"--{flag}: {sentence}", "command line")
     if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
         raise ConfigError("--in-place and --output name the same file; leave one of them out", "command line")
-    if args.output is not None and not args.search:
-        raise ConfigError("--output: no layout is searched; add --search", "command line")
     check_output(args.output, "--output")
     for name, value in (("world-size", args.world_size), ("top", args.top)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1", "command line")
+
+
+def _given(args: argparse.Namespace, flag: str) -> bool:
+    value = getattr(args, flag.replace("-", "_"))
+    return value is not None and value is not False and value not in ([], _ORDINARY.get(flag))
