@@ -230,6 +230,8 @@ def test_another_format_is_refused(saved: Path) -> None:
     reseal(saved)
     with pytest.raises(CheckpointError, match="has format 99"):
         checkpointer_of(saved.parent).load(saved, *made())
+    with pytest.raises(CheckpointError, match="has format 99"):  # not damaged: no older one is used, none is started
+        checkpointer_of(saved.parent).find("auto")
 
 
 def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:

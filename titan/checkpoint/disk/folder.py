@@ -24,7 +24,7 @@ from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE, TOK
 from titan.checkpoint.disk.plain import cannot_be_read, read_table, synced
 from titan.errors import CheckpointError, SaveError, UnreadableError
 from titan.log import log
-from titan.paths import expanded, no_folder, refuse_lfs_pointer
+from titan.paths import expanded, no_folder, refuse_lfs_pointer, sync
 
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
@@ -76,12 +76,18 @@ def is_unfinished(path: Path) -> bool:
     return _UNFINISHED.fullmatch(path.name) is not None
 
 
+class OtherFormatError(CheckpointError):
+    """A checkpoint of another version of titan. It is whole, so no older one is used instead."""
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint; a CheckpointError unless each field is of the type that `save` gave it."""
     state = read_table(path / STATE)
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}")
+        what = f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}"
+        kind = OtherFormatError if type(found) is int else CheckpointError
+        raise kind(f"{what}: use the version that saved it, or start under another --run.name")
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]
@@ -143,7 +149,7 @@ def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[
         try:
             check(path)
             found.append((read_state(path)["serial"], path))
-        except UnreadableError:
+        except (UnreadableError, OtherFormatError):
             raise  # a save that did not know the newest would be taken for an older one
         except (CheckpointError, FileNotFoundError) as error:
             if path.exists():
@@ -252,7 +258,7 @@ def write_copies(path: Path, copies: Mapping[str, bytes]) -> list[str]:
         with synced(path / TOKENIZER / name) as file:
             file.write(content)
     for folder in sorted({(path / TOKENIZER / name).parent for name in copies} | {path / TOKENIZER for _ in copies}):
-        sync_folder(folder)
+        sync(folder)
     return [f"{TOKENIZER}/{name}" for name in copies]
 
 
@@ -260,23 +266,14 @@ def commit(path: Path) -> Path:
     """Give a finished `.tmp` folder its name, on the disk as well; returns it. A former one of that name goes."""
     final = path.with_suffix("")
     replaced = final.with_name(f"{final.name}.replaced.tmp")
-    sync_folder(path)
+    sync(path)
     if os.path.lexists(final):
         final.rename(replaced)
     path.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     if os.path.lexists(replaced):
         sweep(replaced)
     return final
-
-
-def sync_folder(path: Path) -> None:
-    """See a folder's entries onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
