@@ -69,19 +69,7 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     kind.add_argument("--dry-run", action="store_true", help="build and step one rank on meta tensors")
     kind.add_argument("--formulas", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")
     kind.add_argument("--study", metavar="NAME", help="predict a series of jobs: " + ", ".join(STUDIES))
-    search = parser.add_argument_group("with --search")
-    search.add_argument(
-        "--objective", choices=("time", "price", "energy"), default=_ORDINARY["objective"],
-        help="what to minimize; default: time",
-    )  # fmt: skip
-    search.add_argument(
-        "--top", type=int, default=_ORDINARY["top"], metavar="K", help="number of layouts to show; default: 10"
-    )
-    search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
-    search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
-    search.add_argument(
-        "--in-place", action="store_true", help="write the best layout into the file of --config, and keep its comments"
-    )
+    _add_search(parser.add_argument_group("with --search"))
     exact = parser.add_argument_group("with --dry-run")
     exact.add_argument("--rank", type=int, metavar="R", help="rank to build; default: 0")
     alone = parser.add_argument_group("with --formulas")
@@ -97,6 +85,21 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what each rank holds and sends, as .svg")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(takes_overrides=True)
+
+
+def _add_search(search: argparse._ArgumentGroup) -> None:
+    search.add_argument(
+        "--objective", choices=("time", "price", "energy"), default=_ORDINARY["objective"],
+        help="what to minimize; default: time",
+    )  # fmt: skip
+    search.add_argument(
+        "--top", type=int, default=_ORDINARY["top"], metavar="K", help="number of layouts to show; default: 10"
+    )
+    search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
+    search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    search.add_argument(
+        "--in-place", action="store_true", help="write the best layout into the file of --config, and keep its comments"
+    )
 
 
 def _add_fabric(fabric: argparse._ArgumentGroup) -> None:
