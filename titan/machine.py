@@ -8,7 +8,7 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -172,20 +172,10 @@ def process_state(pid: int | None) -> str:
     return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
 
 
-def check_host_memory(
-    each_gib: float, ranks: int, what: str, meminfo: Path = Path("/proc/meminfo"),
-    limit: Path = Path("/sys/fs/cgroup/memory.max"),
-) -> None:  # fmt: skip
-    """Compare what `ranks` ranks will keep, each so many GiB, with the memory of this machine.
-
-    What others have of it for now may be free when the run is started again, so all of it counts.
-
-    what: who keeps it, and the verb.  meminfo, limit: see `host_memory_gib`.
-
-    Raises:
-        ConfigError: it has too little.
-    """
-    for available, where in host_memory_gib(meminfo, limit):
+def check_host_memory(each_gib: float, ranks: int, what: str, memory: Sequence[tuple[float, str]]) -> None:
+    """A ConfigError where what `ranks` ranks will keep, each so many GiB, exceeds what `host_memory_gib` tells: all of
+    it, as what others have for now may be free when the run is started again. what: who keeps it, and the verb."""
+    for available, where in memory:
         if each_gib * ranks > available:
             raise ConfigError(too_little(what, each_gib, ranks, available, where))
 

@@ -67,6 +67,15 @@ def check_writable(folder: Path, variable: str) -> None:
         raise by_errno(error, ConfigError(what, "environment")) from None
 
 
+def sync(path: Path) -> None:
+    """See a file's content, or a folder's entries, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def check_output(path: Path | None, flag: str) -> None:
     """A ConfigError, before long work, if a file is asked for that cannot be written, or is a folder."""
     if path is None:

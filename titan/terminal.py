@@ -1,13 +1,15 @@
-"""What a process writes to its terminal: lines on stderr, errors, warnings; a closed terminal ends nothing."""
+"""What a process writes to its terminal: reports, and on stderr errors and warnings; a closed terminal ends nothing."""
 
 import codecs
 import errno
 import io
+import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
 from titan.errors import TitanError
 
@@ -32,6 +34,18 @@ def say(line: str) -> None:
         if error.errno not in GONE:
             raise
         let_go(sys.stderr)
+
+
+def print_report(report: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a report on stdout: a line per key, or one JSON object, in which numbers that are not finite are null."""
+    if as_json:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+        print(json.dumps(finite, allow_nan=False))
+        return
+    width = max(map(len, report))
+    for key, value in report.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        print(f"{key:<{width}}  {'-' if shown is None else shown}")
 
 
 def is_shown() -> bool:

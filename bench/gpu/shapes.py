@@ -109,5 +109,5 @@ def flops_per_step(spec: ModelSpec, seq_len: int, samples: float = 1) -> dict[st
 
 def mfu(setting: Setting, flops: float, seconds: float) -> float | None:
     """Share of the device's dense bf16 peak; None where the peak is unknown."""
-    peak = peak_tflops(setting.device, 0.0)
+    peak = peak_tflops(setting.device)
     return flops / seconds / 1e12 / peak if peak else None

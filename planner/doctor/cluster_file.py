@@ -82,7 +82,7 @@ def _points(rows: Iterable[Row], dtype: str) -> list[tuple[float, float]]:
 
 
 def _peak(device: torch.device, dtype: str, measured: float) -> float:
-    stated = peak_tflops(device, 0.0) if dtype in ("bfloat16", "float16") else None
+    stated = peak_tflops(device) if dtype in ("bfloat16", "float16") else None
     return max(stated or 0.0, measured)
 
 

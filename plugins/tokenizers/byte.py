@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan.contracts import Tokenizer, register
-from titan.data.tokens.exchange import hf_tokenizer
+from titan.data.tokens.bytepairs import hf_tokenizer
 
 END = 256
 END_NAME = "<|end|>"

@@ -171,7 +171,7 @@ def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
     [
         (["--checkpoint", "nowhere", "--prompt", "a"], 2, "--checkpoint = 'nowhere': no such folder"),
         (["--prompt", "x" * 32], 2, "has 32 tokens; prompt and generated text together may have max_seq_len = 32"),
-        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be above 0 and at most 1"),
+        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be at most 1"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),
         (["--prompt", "--x " * 8], 2, "has 32 tokens"),
         (["--prompt-file", "nowhere"], 2, "--prompt-file nowhere: cannot be read"),

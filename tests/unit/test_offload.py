@@ -16,7 +16,7 @@ from tests.sweeps import sweep_but
 from titan.cli import main
 from titan.contracts import NamedParameter, on_host, update_some
 from titan.errors import ConfigError
-from titan.machine import check_host_memory
+from titan.machine import check_host_memory, host_memory_gib
 from titan.planner.dryrun import dry_run
 from titan.planner.machine.host import short_of
 from titan.planner.report.render import prediction_text
@@ -226,14 +226,14 @@ def test_a_host_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:      30720 kB\nMemAvailable:      3072 kB\n")
     with pytest.raises(ConfigError, match=r"keep 0\.03322 GiB .* 0\.01661 GiB for each of 2 ranks .* = 0\.0293 GiB"):
-        check_host_memory(gib, 2, "they keep", meminfo)
-    check_host_memory(gib, 1, "they keep", meminfo)
-    check_host_memory(gib, 2, "they keep", tmp_path / "absent")
+        check_host_memory(gib, 2, "they keep", host_memory_gib(meminfo))
+    check_host_memory(gib, 1, "they keep", host_memory_gib(meminfo))
+    check_host_memory(gib, 2, "they keep", host_memory_gib(tmp_path / "absent", tmp_path))
     limit = tmp_path / "memory.max"
     for text, refused in (("max", False), (str(2**30), False), (str(30 * 2**20), True)):
         limit.write_text(text)
         with pytest.raises(ConfigError, match=r"memory\.max") if refused else nullcontext():
-            check_host_memory(gib, 2, "they keep", tmp_path / "absent", limit)
+            check_host_memory(gib, 2, "they keep", host_memory_gib(tmp_path / "absent", limit))
 
 
 def test_the_plan_says_whether_the_host_has_the_memory() -> None:

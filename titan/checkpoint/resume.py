@@ -10,8 +10,7 @@ A key or section that the saved job lacks counts as having its default.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from titan.config.defaults import filled
-from titan.config.sections import declared_tables
+from titan.config.sections import declared_tables, filled
 from titan.config.tables import Difference, differences
 from titan.contracts import Optimizer, Technique
 from titan.contracts.plugin import registry

@@ -1,7 +1,6 @@
 """`titan data`: tokenize ahead of a run, train a tokenizer, inspect a token shard."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from titan.data.tokens.prepare import loss_in, prepare
 from titan.data.tokens.shards import open_shard
 from titan.data.tokens.tokenize import Lost
 from titan.errors import ConfigError, DataError, by_errno
+from titan.terminal import print_report
 
 HELP = "tokenize a job's text ahead of its run, train a tokenizer, inspect a token shard"
 
@@ -54,14 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action and print its report."""
-    report: dict[str, Any] = args.does(args)
-    if args.json:
-        print(json.dumps(report))
-    else:
-        width = max(map(len, report))
-        for key, value in report.items():
-            shown = f"{value:,}" if isinstance(value, int) else str(value)
-            print(f"{key:<{width}}  {shown}")
+    print_report(args.does(args), as_json=args.json)
     return 0
 
 

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from titan.inference.load_model import open_job, open_trained
 from titan.ranks import launcher, process, watchdog
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of
+from titan.terminal import print_report
 
 HELP = "measure the loss, perplexity and bits per byte of a trained model on text"
 MOST_BY_DEFAULT = 2048
@@ -131,15 +131,5 @@ def _evaluate(args: argparse.Namespace, rank: int) -> None:
     with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=hidden) as bar:
         report = (last_words if args.last_word else evaluate)(trained, reading, bar.update)
     if rank == 0:
-        _show({**report, "seq_len": job.data.seq_len, "checkpoint": str(path), "data": args.data}, args.json)
-
-
-def _show(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
-        print(json.dumps(finite, allow_nan=False))
-        return
-    width = max(map(len, report))
-    for key, value in report.items():
-        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-        print(f"{key:<{width}}  {'-' if shown is None else shown}")
+        more = {"seq_len": job.data.seq_len, "checkpoint": str(path), "data": args.data}
+        print_report({**report, **more}, as_json=args.json)

@@ -16,8 +16,9 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
+from titan.contracts.plugin.options import Option, check_bounds, coerce, options_of
 from titan.data.tokens.files import decoded
-from titan.errors import ConfigError, DataError, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import delimiters, open_job, open_trained
@@ -53,7 +54,6 @@ Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the model, the prompts and the sampling."""
-    default = Sampling()
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     about = "model and tokenizer: a checkpoint, a run or a Hugging Face folder"
     add = parser.add_argument
@@ -70,31 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompt-file", metavar="FILE", help="file with one prompt per line (UTF-8); empty lines are skipped; -: stdin"
     )
-    add(
-        "--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N",
-        help="most tokens to generate; the end of the document or max_seq_len may come first; default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--temperature", type=float, default=default.temperature, metavar="T",
-        help="0: always the most probable token; 1: the model's own distribution; default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--top-k", type=int, default=default.top_k, metavar="K",
-        help="sample from the K most probable tokens; 0, the default: from all tokens",
-    )  # fmt: skip
-    add(
-        "--top-p", type=float, default=default.top_p, metavar="P",
-        help="nucleus sampling: the fewest tokens whose probabilities sum to P; default: 1, all tokens",
-    )  # fmt: skip
+    for each in options_of(Sampling):
+        metavar, about = "N" if each.hint is int else "X", f"{each.spec.doc}; default: {each.default}"
+        add(_flag(each), type=each.hint, default=each.default, metavar=metavar, help=about)
     add(
         "--bos", action=argparse.BooleanOptionalAction,
         help="start prompts with the BOS token of a published model, or without; default: as its tokenizer states, "
         "and --no-bos where titan has trained the weights",
-    )  # fmt: skip
-    add("--samples", type=int, default=1, metavar="N", help="texts per prompt; default: 1")
-    add(
-        "--seed", type=int, default=default.seed, metavar="S",
-        help="seed of the sampling; at any layout, up to rounding, it gives the same text; default: %(default)s",
     )  # fmt: skip
     add(
         "--json", action="store_true",
@@ -127,21 +109,19 @@ def _stated(args: argparse.Namespace, prompts: Prompts, path: Path) -> dict[str,
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
-    allowed = {
-        "max_new_tokens": (args.max_new_tokens >= 1, "at least 1"),
-        "temperature": (0 <= args.temperature < float("inf"), "at least 0"),
-        "top_k": (args.top_k >= 0, "at least 0"),
-        "top_p": (0 < args.top_p <= 1, "above 0 and at most 1"),
-        "samples": (args.samples >= 1, "at least 1"),
-    }
-    issues = [
-        f"command line: --{name.replace('_', '-')} {getattr(args, name)}: must be {bounds}"
-        for name, (good, bounds) in allowed.items()
-        if not good
-    ]
-    if issues:
-        raise ConfigError("\n".join(issues))
-    return Sampling(seed=args.seed, **{name: getattr(args, name) for name in allowed})
+    values, faults = {each.key: getattr(args, each.key) for each in options_of(Sampling)}, []
+    for each in options_of(Sampling):
+        try:
+            check_bounds(coerce(values[each.key], each.hint), each.spec)
+        except ValueError as error:
+            faults.append(ConfigIssue("command line", f"{_flag(each)} {values[each.key]}: {error}"))
+    if faults:
+        raise ConfigError(faults)
+    return Sampling(**values)
+
+
+def _flag(declared: Option) -> str:
+    return f"--{declared.key.replace('_', '-')}"
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:

@@ -152,7 +152,7 @@ class _Loader:
             return None, {}
         plugin = registry.chosen(contract.kind, name)
         if plugin is None:
-            known = ", ".join(registry.names(contract.kind))
+            known = ", ".join(each.name for each in registry.of_kind(contract.kind))
             self._fault(place, "name", f"missing; name a {contract.kind} ({known})")
             return None, {}
         values = {key: value for key, value in values.items() if key != "name"}

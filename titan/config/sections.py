@@ -1,11 +1,12 @@
 """The tables of a job and the dataclass that declares the options of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.contracts.plugin import registry
-from titan.contracts.plugin.options import options_of
+from titan.contracts.plugin.options import default_table, options_of
 from titan.contracts.plugin.registry import Plugin
 from titan.contracts.sections import (
     CheckpointSection,
@@ -59,6 +60,23 @@ def table_at(job: Any, path: At) -> Any:
         else:
             job = job.get(part) if isinstance(job, Mapping) else None
     return job
+
+
+def filled(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved table of tables with every key that has a default and is not in it: under the default of a new option, a
+    run does what it did before. What is unknown here stays as it is.
+
+    A technique that the table lacks was not there, and is not added; a tracker or an axis likewise.
+    """
+    found = {**{name: {} for name in (*SECTIONS, *(contract.section for contract in ONE_OF))}, **deepcopy(dict(table))}
+    for contract in ONE_OF:
+        if usual := registry.chosen(contract.kind, None):
+            found[contract.section].setdefault("name", usual.name)
+    for path, config in declared_tables(found):
+        if "groups" not in path:  # of the optimizer, which state what differs from it
+            values = table_at(found, path)
+            values.update({**default_table(config), **values})
+    return found
 
 
 def _all_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:

@@ -33,12 +33,9 @@ class TrainSection:
         REQUIRED, "samples per step, over all ranks", unit="sequences", at_least=1, at_most=10**9
     )
     micro_batch_size: int = option(
-        0,
-        "samples per forward pass per rank; 0: the rank's whole share of the global batch, or with pipeline "
-        "parallelism the largest size that gives two micro batches per stage",
-        unit="sequences",
-        at_least=0,
-    )
+        0, "samples per forward pass per rank; 0: the rank's whole share of the global batch, or with pipeline "
+        "parallelism the largest size that gives two micro batches per stage", unit="sequences", at_least=0,
+    )  # fmt: skip
     grad_clip: float = option(1.0, "clip the global gradient norm to this value; 0: no clipping", at_least=0)
     non_finite: Literal["stop", "skip"] = option(
         "stop", "when the loss or a gradient is NaN or inf: skip the update, then stop the run or continue (skip)"
@@ -57,10 +54,9 @@ class DataSection:
 
     seq_len: int = option(REQUIRED, "length of a sample", unit="tokens", at_least=2)
     packing: Literal["concat", "document_mask", "pad"] = option(
-        "concat",
-        "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays within a "
-        "document; pad: one document per sample",
-    )
+        "concat", "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays "
+        "within a document; pad: one document per sample",
+    )  # fmt: skip
     shuffle: bool = option(True, "shuffle the samples of each epoch, seeded by run.seed")
     cache: str = option("~/.cache/titan", "folder of tokenized text, shared by all runs", path=True)
     max_lost: float = option(
@@ -68,11 +64,9 @@ class DataSection:
         at_least=0, at_most=1,
     )  # fmt: skip
     workers: int | None = option(
-        None,
-        "data loader processes per rank; 0: load in the training process; unset: 2 on a GPU, 0 on a CPU",
-        at_least=0,
-        at_most=1024,
-    )
+        None, "data loader processes per rank; 0: load in the training process; unset: 2 on a GPU, 0 on a CPU",
+        at_least=0, at_most=1024,
+    )  # fmt: skip
     prepare_workers: int = option(0, "processes that tokenize; 0: one per CPU core", at_least=0, at_most=1024)
 
 
@@ -84,10 +78,9 @@ class CheckpointSection:
     every: int = option(1000, "save a checkpoint every N steps, and at the end", unit="steps", at_least=1)
     keep_latest: int = option(2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0)
     init_from: str = option(
-        "",
-        "initial weights of a new run: a checkpoint, a run, or a Hugging Face folder; empty: random initialization",
+        "", "initial weights of a new run: a checkpoint, a run, or a Hugging Face folder; empty: random initialization",
         path=True,
-    )
+    )  # fmt: skip
     reset_data: bool = option(
         False,
         "keep the checkpoint's weights and start the data at its first sample; without it, changed data is refused",
@@ -96,11 +89,9 @@ class CheckpointSection:
         False, "use the weights with another tokenizer than the one they were trained with; without it, that is refused"
     )
     resume: str = option(
-        "auto",
-        '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a folder',
-        path=True,
-        words=RESUME,
-    )
+        "auto", '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a '
+        "folder", path=True, words=RESUME,
+    )  # fmt: skip
     asynchronous: bool = option(True, "write checkpoints in the background, from a copy in host memory", key="async")
 
     @property
@@ -115,11 +106,9 @@ class MetricsSection:
 
     every: int = option(10, "steps between logged rows", unit="steps", at_least=1)
     peak_tflops: float = option(
-        0.0,
-        "dense peak of one device at the run's precision, for MFU; 0: look the device up",
-        unit="TFLOP/s",
+        0.0, "dense peak of one device at the run's precision, for MFU; 0: look the device up", unit="TFLOP/s",
         at_least=0,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +120,9 @@ class CommSection:
     )
     timeout_s: float = option(300.0, "timeout of collectives after the first step", unit="s", above=0, at_most=1e6)
     checkpoint_timeout_s: float = option(
-        1800.0,
-        "timeout of a checkpoint load or save; then all stacks are printed and the run ends",
-        unit="s",
-        above=0,
+        1800.0, "timeout of a checkpoint load or save; then all stacks are printed and the run ends", unit="s", above=0,
         at_most=1e6,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
-from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer
+from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer, option
 from titan.errors import ConfigError, DivergedError
 from titan.inference.cache import Cache, cores_of
 from titan.inference.load_model import missing_row
@@ -37,14 +37,18 @@ Stop = Literal["end", "max_new_tokens", "max_seq_len"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw. temperature 0: always the most probable token.  top_k 0, top_p 1: no cut.  samples: of a prompt."""
+    """How to draw: the options of `titan generate` that all ranks must have alike."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    samples: int = 1
+    max_new_tokens: int = option(
+        128, "most tokens to generate; the end of the document or max_seq_len may come first", at_least=1
+    )
+    temperature: float = option(0.8, "0: always the most probable token; 1: the model's own distribution", at_least=0)
+    top_k: int = option(0, "sample from the N most probable tokens; 0: from all tokens", at_least=0)
+    top_p: float = option(
+        1.0, "nucleus sampling: the fewest tokens whose probabilities sum to X; 1: all tokens", above=0, at_most=1
+    )
+    samples: int = option(1, "texts per prompt", at_least=1)
+    seed: int = option(0, "seed of the sampling; at any layout, up to rounding, it gives the same text")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What tokens are drawn with above temperature 0: logits [..., V] -> float32 [..., V], each row sums to 1."""

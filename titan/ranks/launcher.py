@@ -32,16 +32,9 @@ def place_asked_for() -> LaunchEnv | None:
 
 
 def start(
-    entry: Entry,
-    words: list[str],
-    place: LaunchEnv,
-    statement: Statement,
-    restarts: int = 0,
-    logs: Path | None = None,
-    fork_with: Sequence[str] = (),
-    expendable: Sequence[frozenset[int]] = (),
-    limit_s: float = rendezvous.JOIN_S,
-) -> int:
+    entry: Entry, words: list[str], place: LaunchEnv, statement: Statement, restarts: int = 0, logs: Path | None = None,
+    fork_with: Sequence[str] = (), expendable: Sequence[frozenset[int]] = (), limit_s: float = rendezvous.JOIN_S,
+) -> int:  # fmt: skip
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
 
     statement: of the job, which all nodes must have.  limit_s: longest wait for the other nodes.

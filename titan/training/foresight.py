@@ -52,7 +52,8 @@ def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> N
     spec, tokens = job.spec, job.tokens_per_step / job.batch_ranks
     features = tokens * (spec.n_layers * spec.dim + spec.vocab_size)
     most_gib = (MOST_BYTES_PER_PARAM * spec.params + MOST_BYTES_PER_FEATURE * features) / 2**30
-    available = [(device_gib, 1), *((gib, ranks) for gib, _ in host_memory_gib())]
+    of_host = host_memory_gib()
+    available = [(device_gib, 1), *((gib, ranks) for gib, _ in of_host)]
     if all(gib is None or most_gib * sharing <= gib for gib, sharing in available):
         return
     if not (planner := find_planner()):
@@ -61,13 +62,13 @@ def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> N
     on_device, on_host = (max(each) for each in zip(*least, strict=True))
     if rank.device.type == "cpu":
         mean = sum(map(sum, least)) / len(least)  # a node has ranks of all of the pipeline, or fewer ranks
-        check_host_memory(mean, ranks, "weights and the optimizer's state take")
+        check_host_memory(mean, ranks, "weights and the optimizer's state take", of_host)
         return
     if device_gib is not None and on_device > device_gib:
         taken = f"{on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"
         advice = "shard over more ranks, or use a smaller model"
         raise ConfigError(f"weights and the optimizer's state take {taken}; {advice}")
-    check_host_memory(on_host, ranks, OFFLOADED)
+    check_host_memory(on_host, ranks, OFFLOADED, of_host)
 
 
 def predictor(job: Job, rank: Rank) -> Callable[[str], PredictedStep | None]:

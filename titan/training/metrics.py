@@ -19,38 +19,23 @@ from titan.contracts.plugin.conformance import answer, label
 from titan.contracts.plugin.options import did_you_mean, shown
 from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
+from titan.machine import device_name
 from titan.paths import told
 
 PEAK_TFLOPS = {
-    "V100": 125.0,
-    "A100": 312.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "MI250X": 191.5,
-    "MI300A": 980.6,
-    "MI300X": 1307.4,
-    "MI325X": 1307.4,
-    "MI350X": 2306.9,
+    "V100": 125.0, "A100": 312.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0,
+    "L40S": 362.0, "MI250X": 191.5, "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2306.9,
     "MI355X": 2516.6,
-}
+}  # fmt: skip
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 
 RANKS = 1 << 20
 """More than a run has; the rest of 63 bits counts KiB."""
 
 
-def peak_tflops(device: torch.device, stated: float) -> float | None:
-    """Dense peak of a device in TFLOP/s: what the job states, else what the name tells, else None."""
-    if stated:
-        return stated
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for piece, peak in PEAK_TFLOPS.items() if piece in name), None)
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense peak of a device in TFLOP/s, by its name; None where that does not tell."""
+    return next((peak for piece, peak in PEAK_TFLOPS.items() if piece in device_name(device)), None)
 
 
 Beside = Literal["save", "validation", "gc"]
@@ -70,7 +55,7 @@ class Meter:
     ) -> None:  # fmt: skip
         self._flops_per_token = spec.flops_per_token(seq_len)
         self.devices, self._device, self._mates = devices, device, mates
-        self._peak = peak_tflops(device, stated_peak)
+        self._peak = stated_peak or peak_tflops(device)
         began = time.perf_counter()
         self._epoch = time.time() - began
         self._begin(began)

@@ -103,14 +103,14 @@ FAULTS = (
     Fault(
         "a checkpoint renamed before its folder is synced",
         "titan/checkpoint/disk/folder.py",
-        "    sync_folder(path)\n",
+        "    sync(path)\n",
         "",
         (SYNC,),
     ),
     Fault(
         "the name of a checkpoint not synced",
         "titan/checkpoint/disk/folder.py",
-        "    sync_folder(final.parent)\n",
+        "    sync(final.parent)\n",
         "",
         (SYNC,),
     ),

@@ -90,11 +90,6 @@ def find(kind: str, name: str) -> type[Plugin] | None:
     return _plugins.get((kind, name))
 
 
-def names(kind: str) -> list[str]:
-    """The registered names of a kind, sorted."""
-    return sorted(name for of_kind, name in _plugins if of_kind == kind)
-
-
 def every() -> list[type[Plugin]]:
     """All registered plugins, by kind and name."""
     return [_plugins[key] for key in sorted(_plugins)]
@@ -122,7 +117,7 @@ def trouble(kind: str, name: str) -> str:
     """Why a plugin that a user names cannot be used; empty where it can."""
     if (kind, name) in _contested or (kind, name) in _plugins:
         return _contested.get((kind, name), "")
-    return f"unknown {kind}{did_you_mean(name, names(kind))}{left_out()}"
+    return f"unknown {kind}{did_you_mean(name, [plugin.name for plugin in of_kind(kind)])}{left_out()}"
 
 
 def left_out() -> str:

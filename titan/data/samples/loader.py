@@ -43,18 +43,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        *,
-        global_batch: int,
-        micro_batch: int,
-        first: int,
-        index: int,
-        ranks: int,
-        workers: int | None,
-        device: torch.device,
-        limits: tuple[Limit, Limit] = (NO_LIMIT, NO_LIMIT),
-    ) -> None:
+        self, samples: Samples, *, global_batch: int, micro_batch: int, first: int, index: int, ranks: int,
+        workers: int | None, device: torch.device, limits: tuple[Limit, Limit] = (NO_LIMIT, NO_LIMIT),
+    ) -> None:  # fmt: skip
         assert global_batch % (micro_batch * ranks) == 0 and 0 <= index < ranks
         self._samples, self._device = samples, device
         self._copies = Copies(device)

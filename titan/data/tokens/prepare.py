@@ -11,7 +11,6 @@ is refused and nothing is kept: the folder would hold other text than its name s
 import hashlib
 import inspect
 import json
-import os
 import shutil
 import socket
 import sys
@@ -31,7 +30,7 @@ from titan.data.tokens.tokenize import Done, Lost, tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
 from titan.log import log
-from titan.paths import expanded, told
+from titan.paths import expanded, sync, told
 from titan.ranks.meeting.launch_env import cores
 
 INDEX = "index.json"
@@ -155,7 +154,7 @@ def _make(
             if not folder.is_dir():  # else somebody else made the same meanwhile
                 raise
         else:
-            _flush(folder.parent)
+            sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -181,17 +180,9 @@ def _seal(partial: Path, dataset: Dataset, tokenizer: Tokenizer, files: int, los
         "lost_characters": dict(lost.characters.most_common(16)),
     }
     (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    _flush(partial / INDEX)
-    _flush(partial)
+    sync(partial / INDEX)
+    sync(partial)
     log.info(f"tokenized {index['documents']:,} documents: {index['tokens']:,} tokens")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

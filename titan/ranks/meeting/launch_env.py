@@ -45,14 +45,8 @@ class LaunchEnv:
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """What a rank of this node finds in its environment; the names are torchrun's."""
-        return {
-            "RANK": str(self.node * self.ranks + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-        }
+        number = self.node * self.ranks + local_rank
+        return _variables(number, local_rank, self.world_size, self.ranks, self.host, self.port)
 
 
 def find_place(env: Environment) -> LaunchEnv:
@@ -102,14 +96,12 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
         return None
     _refuse_restarts(env, "Slurm starts each rank; use --ntasks-per-node 1, so that titan starts them")
     host, port = _meeting_point(env)
-    return {
-        "RANK": env["SLURM_PROCID"],
-        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_WORLD_SIZE": str(-(-tasks // nodes)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
+    return _variables(env["SLURM_PROCID"], env.get("SLURM_LOCALID", "0"), tasks, -(-tasks // nodes), host, port)
+
+
+def _variables(*values: int | str) -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
 def launched_world_size() -> int:
