@@ -108,7 +108,8 @@ def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     overridable = parser.get_default("takes_overrides")
     what = "expected --table.key value" if overridable else f"{parser.prog} takes no such argument"
-    flags = difflib.get_close_matches(word.partition("=")[0], list(_flags(parser)), n=1)
+    flag = word.partition("=")[0]
+    flags = difflib.get_close_matches(flag, [known for known in _flags(parser) if known != flag], n=1)
     near = (overridable and _keys(word)) or flags
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     raise ConfigError(f"{word}: {what}{hint}", "command line")

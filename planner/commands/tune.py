@@ -195,5 +195,5 @@ def _show(args: argparse.Namespace, results: "Results") -> bool:
         return False
     if args.output is not None:
         write_toml(args.output, args.config, args.overrides, found["best"])
-        _tell(f"wrote {args.output}; train with ./run_train.sh --config {args.output}")
+        _tell(f"wrote {args.output}; train with titan train --config {args.output}")
     return True

@@ -176,7 +176,7 @@ def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
         (["--prompt", "--x " * 8], 2, "has 32 tokens"),
         (["--prompt-file", "nowhere"], 2, "--prompt-file nowhere: cannot be read"),
         (["--prompt-file", os.devnull], 2, "holds no prompt"),
-        (["--prompt", "x", "--mesh.tp", "2"], 2, "tp 2 = 2 ranks, but 1 were launched"),
+        (["--prompt", "x", "--mesh.tp", "2"], 2, "tp 2 = 2 ranks, but there are 1"),
     ],
 )
 def test_wrong_input_is_one_sentence(words: list[str], code: int, said: str, checkpoint: str) -> None:

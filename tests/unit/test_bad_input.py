@@ -97,8 +97,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "missing steps": ("steps = 2", "", ["[train] steps: missing"]),
     "missing seq_len": ("seq_len = 16", "", ["[data] seq_len: missing"]),
     # layouts that cannot work
-    "more ranks than launched": ("[mesh]", "[mesh]\ntp = 2", ["tp 2 = 2 ranks, but 1 were launched; launch 2 ranks"]),
-    "axis without its technique": ("[mesh]", "[plugins.tensor]\nenabled = false\n[mesh]\ntp = 2", ["2 ranks, but 1 were", "[mesh] tp = 2: needs [plugins.tensor], which has enabled = false"]),
+    "more ranks than launched": ("[mesh]", "[mesh]\ntp = 2", ["tp 2 = 2 ranks, but there are 1; use 2 ranks"]),
+    "axis without its technique": ("[mesh]", "[plugins.tensor]\nenabled = false\n[mesh]\ntp = 2", ["2 ranks, but there are 1", "[mesh] tp = 2: needs [plugins.tensor], which has enabled = false"]),
     "batch does not divide": ("global_batch_size = 8", "global_batch_size = 9\nmicro_batch_size = 2", ["[train] micro_batch_size = 2: must divide the 9 samples per step per rank"]),
     "heads over width": ("n_heads = 4", "n_heads = 3", ["dim 32 over n_heads 3", "n_heads 3 must be divisible by n_kv_heads 2"]),
     "kv heads": ("n_kv_heads = 2", "n_kv_heads = 3", ["n_heads 4 must be divisible by n_kv_heads 3"]),

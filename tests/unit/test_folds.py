@@ -77,7 +77,7 @@ def test_all_that_it_folds_and_as_few_as_it_needs(
         ({"ep": 16}, 8, "ep", "dp_shard 8; nearest: 8"),
         ({"ep": 2, "tp": 2}, 2, "ep", "dp_shard 1 x cp 1 = 1; nearest: 1"),
         ({"ep": 0}, 8, "ep", "= 0: must be a positive degree"),
-        ({"ep": 3, "tp": 3}, 8, "", "tp 3 = 3 ranks, but 8 were launched; launch 3 ranks"),
+        ({"ep": 3, "tp": 3}, 8, "", "tp 3 = 3 ranks, but there are 8; use 3 ranks"),
         ({"ep": 2, "other": 2, "cp": 2}, 8, "other", "= 2: mesh.ep divides the ranks of cp already; set one of them"),
     ],
 )  # fmt: skip

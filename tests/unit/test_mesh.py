@@ -39,8 +39,8 @@ def test_roles_number_the_ranks_that_differ_in_them() -> None:
         ({"tpp": 2}, None, "no plugin owns this axis (did you mean 'tp'?)"),
         ({"tp": 0}, None, "must be a positive degree"),
         ({"tp": -1}, None, "only one axis can take all remaining ranks"),
-        ({"tp": 3, "dp_shard": 1}, 8, "tp 3 = 3 ranks, but 8 were launched; launch 3 ranks"),
-        ({"tp": 3}, 8, "but 8 were launched"),
+        ({"tp": 3, "dp_shard": 1}, 8, "tp 3 = 3 ranks, but there are 8; use 3 ranks"),
+        ({"tp": 3}, 8, "but there are 8"),
     ],
 )
 def test_faults(wanted: dict[str, int], ranks: int | None, words: str) -> None:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     best = result.best[0]
     if args.output is not None:
         write_toml(args.output, args.config, args.overrides, best.choice.values())
-        parts.append(f"wrote {args.output}; train with ./run_train.sh --config {args.output}")
+        parts.append(f"wrote {args.output}; train with titan train --config {args.output}")
     if args.in_place:
         try:
             parts.append(_write_in_place(args, text_before, best.choice.values()))

@@ -17,7 +17,7 @@ from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.plugin.registry import Plugin
 from titan.errors import ConfigError
-from titan.packages import install
+from titan.packages import install, program
 
 HELP = "list all plugins, print the documentation and options of one, or write a new one"
 
@@ -93,9 +93,10 @@ def _write_new(args: argparse.Namespace) -> int:
         print(shlex.join([*python, "pip", "install", "-e", str(args.package)]))
         print(shlex.join([*python, "pytest", str(args.package)]))
     else:
-        words = [word.replace(NEW, args.new_name) for word in USES[args.kind]]
+        uses = [word.replace(NEW, args.new_name) for word in USES[args.kind]]
+        train = [*program("titan", "titan.cli"), "train", "--plugins.path", files[0]]
         print(shlex.join([*python, "pytest", files[-1]]))
-        print(shlex.join(["titan", "train", "--plugins.path", files[0], *words, "--train.steps", "20"]))
+        print(shlex.join([*train, *uses, "--train.steps", "20"]))
     return 0
 
 

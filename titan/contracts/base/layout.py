@@ -212,8 +212,8 @@ def lay_out(
     if world_size is not None and needed != world_size:
         product = layout.product([axis.name for axis in layout.dimensions]) or "1"
         near = max(needed, round(world_size / needed) * needed)
-        advice = f"launch {needed} ranks" + (f" (or {near} with dp_shard = -1)" if near != needed else "")
-        return layout, [*faults, ("", f"{product} = {needed} ranks, but {world_size} were launched; {advice}")]
+        advice = f"use {needed} ranks" + (f" (or {near} with dp_shard = -1)" if near != needed else "")
+        return layout, [*faults, ("", f"{product} = {needed} ranks, but there are {world_size}; {advice}")]
     own = [axis for axis in layout.axes_of("own") if degrees[axis] > 1]
     what = f"and mesh.{layout.worker_axis} would both have weights of their own; set one of them to 1"
     return layout, [*faults, *unfoldable(layout), *((axis, f"= {degrees[axis]}: {what}") for axis in own[1:])]
