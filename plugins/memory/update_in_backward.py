@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan.contracts import (
     BuildContext,
@@ -35,6 +34,7 @@ from titan.contracts import (
     Technique,
     groups_of,
     register,
+    shard_of,
     update_some,
 )
 from titan.contracts.objective import Group
@@ -146,7 +146,7 @@ class _Update:
     def __call__(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None, f"{self._name} has no gradient to be updated by"
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = shard_of(gradient)
         self._part.used_gradients[self._name] = torch.linalg.vector_norm(local, dtype=torch.float32)
         update_some(self._optimizer, [parameter], self._groups)
         parameter.grad = None

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register, shard_of
 from titan.contracts.base.cost import PersistentState, UpdateScratch
 from titan.contracts.base.sharding import slice_of
 
@@ -101,7 +101,7 @@ class _Adafactor(torch.optim.Optimizer):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self._shards.update({p: _shard(p) for p in groups if p not in self._shards})
         shards = {p: self._shards[p] for p in groups}
-        gradients = {p: torch.zeros_like(_local(p.data)) if p.grad is None else _local(p.grad) for p in groups}
+        gradients = {p: torch.zeros_like(shard_of(p.data)) if p.grad is None else shard_of(p.grad) for p in groups}
         sums = {p: _sums(p, shards[p], gradients[p]) for p in groups}
         _add_up(sums, shards)
         for p in groups:
@@ -124,7 +124,7 @@ class _Adafactor(torch.optim.Optimizer):
         new = state["steps"] ** -self._options.decay
         if parameter.ndim < 2:
             state["mean_square"] = state["mean_square"].float()  # bf16 where a checkpoint of float32 weights was loaded
-            _local(state["mean_square"]).lerp_(gradient.float().square() + _LEAST_SQUARE, new)
+            shard_of(state["mean_square"]).lerp_(gradient.float().square() + _LEAST_SQUARE, new)
             return
         for slot, total, over in (("rows", sums[1], shape[-1]), ("columns", sums[2], shape[-2])):
             state[slot].lerp_(total / over + _LEAST_SQUARE, new)
@@ -133,7 +133,7 @@ class _Adafactor(torch.optim.Optimizer):
         """This rank's part of g / sqrt(V), float32."""
         state, gradient = self.state[parameter], gradient.float()
         if parameter.ndim < 2:
-            return gradient * _local(state["mean_square"]).rsqrt()
+            return gradient * shard_of(state["mean_square"]).rsqrt()
         rows = (state["rows"] / state["rows"].mean(-1, keepdim=True)).rsqrt()
         columns = state["columns"].rsqrt()
         *stack, row, column = shard.at
@@ -145,17 +145,13 @@ class _Adafactor(torch.optim.Optimizer):
         factor = 1 / ((squares / numbers).sqrt() / options.clip).clamp(min=1.0)
         if options.scale_parameter:
             factor = factor * (weight / numbers).sqrt().clamp(min=_LEAST_RMS)
-        values = _local(parameter.data)
+        values = shard_of(parameter.data)
         values.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(factor * group["lr"]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(parameter: Tensor) -> _Shard:
     """From metadata alone; constant over a run."""
-    values, shape = _local(parameter.data), parameter.shape
+    values, shape = shard_of(parameter.data), parameter.shape
     numbers = [torch.arange(size, device=values.device) for size in shape]
     if not isinstance(parameter, DTensor):
         return _Shard(tuple(numbers), ())
@@ -175,7 +171,7 @@ def _grid(*at: Tensor) -> tuple[Tensor, ...]:
 
 def _sums(parameter: Tensor, shard: _Shard, gradient: Tensor) -> list[Tensor]:
     """What ranks add up, float32: the weight's squares; of a matrix the gradient's over columns and rows, whole."""
-    found = [_local(parameter.data).float().square().sum()]
+    found = [shard_of(parameter.data).float().square().sum()]
     if parameter.ndim < 2:
         return found
     squares = gradient.float().square()

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import BuildContext, Costs, Job, ModelPart, Technique, option, register
+from titan.contracts import BuildContext, Costs, Job, ModelPart, Technique, option, register, shard_of
 from titan.contracts.base.cost import PersistentState
 
 
@@ -82,4 +81,4 @@ class WeightAverage(Technique):
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """What this rank has of each."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    return [shard_of(tensor) for tensor in tensors.values()]

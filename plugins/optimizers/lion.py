@@ -17,10 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register, shard_of
 from titan.contracts.base.cost import PersistentState, UpdateScratch
 
 
@@ -48,15 +46,12 @@ class _Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
-                weight, momentum, gradient = _local(parameter.data), _local(state["momentum"]), _local(parameter.grad)
+                held = (parameter.data, state["momentum"], parameter.grad)
+                weight, momentum, gradient = map(shard_of, held)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 # Not named, so that it is freed before the next one is made.
                 weight.add_(gradient.lerp(momentum, keep_update).sign_(), alpha=-group["lr"])
                 momentum.lerp_(gradient, 1 - keep_momentum)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @register

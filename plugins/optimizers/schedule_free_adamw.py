@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register, shard_of
 from titan.contracts.base.cost import PersistentState, UpdateScratch
 
 
@@ -111,9 +110,9 @@ class _ScheduleFree(torch.optim.Optimizer):
         state["rate"] = max(state["rate"], rate)
         state["weights"] += state["rate"] ** 2
         share = state["rate"] ** 2 / state["weights"] if state["weights"] else 0.0
-        y, z, square = (_local(tensor) for tensor in (parameter.data, state["z"], state["mean_square"]))
+        y, z, square = (shard_of(tensor) for tensor in (parameter.data, state["z"], state["mean_square"]))
         assert parameter.grad is not None
-        gradient = _local(parameter.grad)
+        gradient = shard_of(parameter.grad)
         square.mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
         root = (square / (1 - keep ** state["steps"])).sqrt_().add_(group["eps"])
         direction = (gradient / root).add_(y, alpha=group["weight_decay"])
@@ -128,19 +127,15 @@ class _ScheduleFree(torch.optim.Optimizer):
             state = self.state[parameter]
             if state and "y" not in state:
                 state["y"] = parameter.detach().clone()
-                _local(parameter.data).lerp_(_local(state["z"]), 1 - 1 / mix)
+                shard_of(parameter.data).lerp_(shard_of(state["z"]), 1 - 1 / mix)
 
     @torch.no_grad()
     def train(self) -> None:
         """Parameters become y again, also those of a checkpoint."""
         for parameter, _ in self._each():
             if (y := self.state.get(parameter, {}).pop("y", None)) is not None:
-                _local(parameter.data).copy_(_local(y))
+                shard_of(parameter.data).copy_(shard_of(y))
 
     def _each(self) -> Iterator[tuple[Tensor, float]]:
         """(parameter, share of x in its y)."""
         return ((p, group["betas"][0]) for group in self.param_groups for p in group["params"])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

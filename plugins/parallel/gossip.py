@@ -50,10 +50,20 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from titan.contracts import BuildContext, Costs, Job, Measure, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts import (
+    BuildContext,
+    Costs,
+    Job,
+    Measure,
+    ModelPart,
+    ModelSpec,
+    Technique,
+    option,
+    register,
+    shard_of,
+)
 from titan.contracts.base.cost import CollectiveCost, PersistentState
 from titan.contracts.base.spec import nearest
 
@@ -161,7 +171,7 @@ class Gossip(Technique):
         for kept, saved in ((self._summed, state.get("summed", {})), (self._tracked, state.get("tracked", {}))):
             for name, tensor in zip(self._names, kept, strict=False):
                 if name in saved:
-                    _local(tensor).copy_(_local(saved[name]))
+                    shard_of(tensor).copy_(shard_of(saved[name]))
 
     @torch.no_grad()
     def before_update(self, grad_norm: Tensor) -> None:
@@ -172,7 +182,7 @@ class Gossip(Technique):
         for parameter, summed, tracked in zip(self._parameters, self._summed, self._tracked, strict=True):
             if parameter.grad is None:  # other workers may have one
                 parameter.grad = torch.zeros_like(parameter)
-            gradient, before, c = (_local(tensor) for tensor in (parameter.grad, summed, tracked))
+            gradient, before, c = (shard_of(tensor) for tensor in (parameter.grad, summed, tracked))
             now = torch.where(finite, self.config.momentum * before + gradient, before)
             c.add_(now - before)
             before.copy_(now)
@@ -272,7 +282,7 @@ def _height(workers: int) -> int:
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """What this rank has of the tensors, in lists of at most `BUCKET` numbers or one tensor."""
     bucket: list[Tensor] = []
-    for tensor in (_local(tensor) for tensor in tensors):
+    for tensor in (shard_of(tensor) for tensor in tensors):
         if bucket and sum(one.numel() for one in bucket) + tensor.numel() > BUCKET:
             yield bucket
             bucket = []
@@ -280,8 +290,3 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
     if bucket:
         yield bucket
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

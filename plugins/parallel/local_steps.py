@@ -57,6 +57,7 @@ from titan.contracts import (
     Technique,
     option,
     register,
+    shard_of,
 )
 from titan.contracts.base.cost import Collective, CollectiveCost, PersistentState
 
@@ -200,7 +201,7 @@ class LocalSteps(Technique):
 
     def _zeros(self, like: Tensor) -> Tensor:
         """Zeros placed as a weight, in host memory where that is asked for."""
-        zeros = torch.zeros_like(_local(like), device="cpu" if self.config.offload else None)
+        zeros = torch.zeros_like(shard_of(like), device="cpu" if self.config.offload else None)
         if self.config.offload and like.is_cuda:
             zeros = zeros.pin_memory()
         if not isinstance(like, DTensor):
@@ -228,7 +229,7 @@ class LocalSteps(Technique):
             agreed = {name: weights[0] for name, weights in self._weights.items()}
         for kept, saved in ((self._agreed, agreed), (self._momentum, state.get("momentum", {}))):
             for name in kept.keys() & saved.keys():
-                _local(kept[name]).copy_(_local(saved[name]))
+                shard_of(kept[name]).copy_(shard_of(saved[name]))
         due = [int(step) for step in state.get("due", ())]
         goes_on = len(due) == self.config.fragments and state.get("every") == self.config.every
         self._due = due if goes_on else []
@@ -264,16 +265,16 @@ class LocalSteps(Technique):
         """Replace tensors by their mean over the workers."""
         for names in _piecewise(tensors):
             for name, mean in zip(
-                names, self._means([_local(tensors[name][0]) for name in names], "fp32"), strict=True
+                names, self._means([shard_of(tensors[name][0]) for name in names], "fp32"), strict=True
             ):
                 for tensor in tensors[name]:
-                    _local(tensor).copy_(mean)
+                    shard_of(tensor).copy_(mean)
 
     def _exchange(self, names: Sequence[str]) -> Tensor:
         """The outer step of some weights; returns [sum of the squares of their drift, their number]."""
         config, weights = self.config, [self._weights[name][0] for name in names]
-        held = [_local(weight) for weight in weights]
-        bases = [_local(self._agreed[name]) if self._agreed else None for name in names]
+        held = [shard_of(weight) for weight in weights]
+        bases = [shard_of(self._agreed[name]) if self._agreed else None for name in names]
         changes = [w if a is None else a.to(w.device) - w for a, w in zip(bases, held, strict=True)]
         means = self._means(changes, config.exchange)
         drift = torch.stack([
@@ -282,14 +283,14 @@ class LocalSteps(Technique):
         for name, base, mean in zip(names, bases, means, strict=True):
             new = mean if base is None else self._stepped(name, base, mean)
             for weight in self._weights[name]:
-                _local(weight).copy_(new)
+                shard_of(weight).copy_(new)
         return drift
 
     def _stepped(self, name: str, agreed: Tensor, mean: Tensor) -> Tensor:
         """What the workers agree on after an outer step by their mean change."""
         change = mean.to(agreed.device)
         if self.config.outer == "nesterov":
-            momentum = _local(self._momentum[name])
+            momentum = shard_of(self._momentum[name])
             momentum.mul_(self.config.outer_momentum).add_(change)
             change = self.config.outer_lr * (change + self.config.outer_momentum * momentum)
         return agreed.sub_(change)
@@ -330,7 +331,7 @@ def _piecewise(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     run: list[str] = []
     numbers = 0
     for name, held in tensors.items():
-        size = _local(held[0] if isinstance(held, list) else held).numel()
+        size = shard_of(held[0] if isinstance(held, list) else held).numel()
         if run and numbers + size > PIECE:
             yield run
             run, numbers = [], 0
@@ -373,8 +374,3 @@ def _decoded(rows: Tensor, form: str) -> Tensor:
     if form == "int4":
         numbers = torch.stack([numbers % 16, numbers // 16], -1).flatten(1)
     return ((numbers.float() - largest).unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

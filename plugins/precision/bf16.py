@@ -43,7 +43,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan.contracts import (
     BuildContext,
@@ -58,6 +57,7 @@ from titan.contracts import (
     locals_of,
     option,
     register,
+    shard_of,
     with_switches,
 )
 from titan.contracts.base.cost import Matmul, PersistentState
@@ -258,12 +258,12 @@ class RoundedStochastically(torch.optim.Optimizer):
         for number, slot in enumerate(slots, 1):
             # An odd factor permutes the 16 bits, so that a number's weight and state are not rounded by the same ones.
             own = bits * (2 * 40503 * number + 1) & 0xFFFF
-            state[slot] = _stored(held.get(slot), parameter, rounded_stochastically(_local(state[slot]), own))
+            state[slot] = _stored(held.get(slot), parameter, rounded_stochastically(shard_of(state[slot]), own))
         return {**state, **self._store(parameter, copy, held, bits)}
 
     def _store(self, parameter: nn.Parameter, copy: Tensor, held: Mapping[str, Any], bits: Tensor) -> dict[str, Tensor]:
         """Give a parameter its new value; returns what else is to be kept in its state."""
-        _local(parameter).copy_(rounded_stochastically(_local(copy), bits))
+        shard_of(parameter).copy_(rounded_stochastically(shard_of(copy), bits))
         return {}
 
 
@@ -275,9 +275,9 @@ class RoundedKahan(RoundedStochastically):
         return value + held[COMPENSATION] if COMPENSATION in held else value
 
     def _store(self, parameter: nn.Parameter, copy: Tensor, held: Mapping[str, Any], bits: Tensor) -> dict[str, Tensor]:
-        own = _local(parameter)
-        own.copy_(_local(copy))
-        lost = rounded_stochastically(_local(copy).detach() - own, bits)
+        own = shard_of(parameter)
+        own.copy_(shard_of(copy))
+        lost = rounded_stochastically(shard_of(copy).detach() - own, bits)
         return {COMPENSATION: _stored(held.get(COMPENSATION), parameter, lost)}
 
 
@@ -286,7 +286,7 @@ def _stored(before: Tensor | None, parameter: nn.Parameter, local: Tensor) -> Te
     # A checkpoint's may be of another dtype, or wait on the host.
     if before is None or (before.dtype, before.device) != (parameter.dtype, parameter.device):
         before = torch.empty_like(parameter.detach())
-    _local(before).copy_(local)
+    shard_of(before).copy_(local)
     return before
 
 
@@ -295,11 +295,11 @@ def _pieces(groups: Iterable[Mapping[str, Any]]) -> Iterator[list[nn.Parameter]]
     piece: list[nn.Parameter] = []
     numbers = 0
     for parameter in [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]:
-        if piece and numbers + _local(parameter).numel() > PIECE:
+        if piece and numbers + shard_of(parameter).numel() > PIECE:
             yield piece
             piece, numbers = [], 0
         piece.append(parameter)
-        numbers += _local(parameter).numel()
+        numbers += shard_of(parameter).numel()
     if piece:
         yield piece
 
@@ -326,11 +326,6 @@ def _is_of(value: Any, parameter: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float32) and next(locals_of(value)).dtype == value.dtype
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 # --- rounding -----------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +347,7 @@ def random_bits(like: Tensor, name: str, seed: int, step: int) -> Tensor:
     8 neighbors along the last dimension share a call of Philox, whose counter is (column / 8, row, step), with all
     other dimensions counted as rows.
     """
-    shape, first = list(_local(like).shape) or [1], list(start_of(like)) or [0]
+    shape, first = list(shard_of(like).shape) or [1], list(start_of(like)) or [0]
     whole, device = list(like.shape) or [1], like.device
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, start, of in zip(shape[:-1], first[:-1], whole[:-1], strict=True):
@@ -368,4 +363,4 @@ def random_bits(like: Tensor, name: str, seed: int, step: int) -> Tensor:
     bits = torch.stack([word.to(torch.int32) for word in words], -1).view(torch.int16).flatten(1)
     start = begin - begin // _PER_CALL * _PER_CALL
     own = bits[:, start : start + shape[-1]].to(torch.int32) & 0xFFFF
-    return own.reshape(_local(like).shape)
+    return own.reshape(shard_of(like).shape)

@@ -33,7 +33,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan.contracts import (
     BuildContext,
@@ -47,6 +46,7 @@ from titan.contracts import (
     Technique,
     option,
     register,
+    shard_of,
 )
 
 LEAST, MOST = 1.0, 2.0**32
@@ -117,7 +117,7 @@ class Float16(Technique):
         """Divide the gradients by the scale; what is not finite stays so."""
         gradients = [p.grad for part in self._parts for _, p in part.parameters() if p.grad is not None]
         if gradients:
-            own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+            own = [shard_of(gradient) for gradient in gradients]
             # Gradients may be in the host's memory, where the scale is not.
             torch._foreach_mul_(own, (1 / self._scale).to(own[0].device))
 

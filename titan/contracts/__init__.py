@@ -20,6 +20,7 @@ from titan.contracts.base.mesh import Mesh as Mesh
 from titan.contracts.base.parts import ModelPart as ModelPart
 from titan.contracts.base.parts import Precision as Precision
 from titan.contracts.base.parts import sum_gradients as sum_gradients
+from titan.contracts.base.sharding import shard_of as shard_of
 from titan.contracts.base.spec import HfTensor as HfTensor
 from titan.contracts.base.spec import ModelSpec as ModelSpec
 from titan.contracts.host import host_like as host_like

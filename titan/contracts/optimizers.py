@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from titan.contracts.base.sharding import shard_of
+
 
 class AdamW(torch.optim.AdamW):
     """AdamW whose kernel is given the local tensors of DTensors, of any meshes and plain ones beside, in one call.
@@ -20,7 +22,7 @@ class AdamW(torch.optim.AdamW):
         for parameter, gradient in zip(lists[0], lists[1], strict=True):
             assert not isinstance(parameter, DTensor) or gradient.placements == parameter.placements, "not summed"
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = [shard_of(tensor) for tensor in tensors]
         return complex_too
 
 

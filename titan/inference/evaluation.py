@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.state import model_tensors
 from titan.config import Job
-from titan.contracts import IGNORE, Batch, Document, Mesh
+from titan.contracts import IGNORE, Batch, Document, Mesh, shard_of
 from titan.data.samples.stream import Stream
 from titan.data.tokens.prepare import open_made
 from titan.data.tokens.shards import Shard
@@ -153,8 +153,7 @@ def _scored(
     if math.isfinite(sums[0]):
         return sums
     for name, tensors in model_tensors(trained.parts).items():
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        if not all(tensor.isfinite().all() for tensor in local):
+        if not all(shard_of(tensor).isfinite().all() for tensor in tensors):
             raise DivergedError(f"the model's logits are NaN or infinite; so is {name.removeprefix(MODEL)} in part")
     raise DivergedError("the model's logits are NaN or infinite")
 

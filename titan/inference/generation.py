@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
-from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer, option
+from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer, option, shard_of
 from titan.errors import ConfigError, DivergedError
 from titan.inference.cache import Cache, cores_of
 from titan.inference.load_model import missing_row
@@ -274,8 +274,7 @@ def _whole(logits: Tensor, wanted: Tensor) -> Tensor:
     """[B, S, V], maybe split over V -> [B, V] where `wanted` [B, S] holds, zero in rows where it holds nowhere."""
     at = wanted.long().argmax(1)
     rows = torch.arange(len(at), device=at.device)
-    local = logits.to_local() if isinstance(logits, DTensor) else logits
-    local = torch.where(wanted.any(1)[:, None], local[rows, at], 0.0)
+    local = torch.where(wanted.any(1)[:, None], shard_of(logits)[rows, at], 0.0)
     if not isinstance(logits, DTensor):
         return local
     size = torch.Size((len(at), logits.shape[-1]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan.contracts import ModelPart
+from titan.contracts import ModelPart, shard_of
 from titan.contracts.base.mesh import Mesh
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -34,7 +34,7 @@ def global_norm(parts: Iterable[ModelPart], mesh: Mesh) -> Tensor:
             groups = _groups(parameter if gradient is None else gradient)
             squares[groups] += []
             if gradient is not None:
-                alike[gradient.device, gradient.dtype][groups].append(_local(gradient))
+                alike[gradient.device, gradient.dtype][groups].append(shard_of(gradient))
             elif name in part.used_gradients:
                 squares[groups].append(part.used_gradients[name].to(mesh.device).double().square())
     for held in alike.values():
@@ -61,7 +61,7 @@ def _reduced(sums: dict[Groups, Tensor], zero: Tensor) -> Tensor:
 
 def clip(parts: Iterable[ModelPart], norm: Tensor, limit: float) -> None:
     """Divide all gradients in place by norm / limit where norm exceeds limit."""
-    gradients = [_local(p.grad) for part in parts for _, p in part.parameters() if p.grad is not None]
+    gradients = [shard_of(p.grad) for part in parts for _, p in part.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, clip_divisor(norm, limit).to(gradients[0].device))
 
@@ -81,7 +81,3 @@ def _groups(gradient: Tensor) -> Groups:
         for dim, p in enumerate(gradient.placements)
         if not isinstance(p, Replicate) and mesh.size(dim) > 1
     )
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

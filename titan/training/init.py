@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import ModelPart
+from titan.contracts import ModelPart, shard_of
 from titan.contracts.base.sharding import slice_of
 from titan.contracts.base.spec import Init, ModelSpec
 from titan.errors import PluginError
@@ -36,7 +36,7 @@ def init_weights(part: ModelPart, spec: ModelSpec, seed: int, device: torch.devi
 def _fill(tensor: Tensor, how: Init, seed: int, name: str, device: torch.device | None) -> None:
     """Values are drawn in float32 at least: a tensor of fewer bits holds the same ones, rounded to nearest."""
     device = device or tensor.device
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = shard_of(tensor)
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not how.per_element:
         local.copy_(_own(draw(how, tensor.shape, seed, name, device, dtype), tensor))

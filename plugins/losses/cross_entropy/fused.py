@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import Projection
+from titan.contracts import Projection, shard_of
 from titan.layers.products import in_float32, product
 
 from .rows import Slice, local_of, loss_and_gradient
@@ -126,7 +125,7 @@ class _OfParameters:
         self._of_states[at] = of_states
         if self._of_parameters:
             pairs = zip(self._of_parameters, of_parameters, strict=True)
-            both = [(_local(p), _local(more)) for p, more in pairs if p is not None and more is not None]
+            both = [(shard_of(p), shard_of(more)) for p, more in pairs if p is not None and more is not None]
             torch._foreach_add_([p for p, _ in both], [more for _, more in both])
         else:
             self._of_parameters = _apart(of_parameters)
@@ -140,14 +139,10 @@ def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same in memory of their own: autograd gives one tensor for several parameters, such as of a sum."""
     taken, found = set[int](), list[Tensor | None]()
     for gradient in gradients:
-        storage = 0 if gradient is None else _local(gradient).untyped_storage()._cdata
+        storage = 0 if gradient is None else shard_of(gradient).untyped_storage()._cdata
         found.append(gradient.clone() if gradient is not None and storage in taken else gradient)
         taken.add(storage)
     return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Known(torch.autograd.Function):
@@ -168,5 +163,5 @@ class _Known(torch.autograd.Function):
         if not ctx.gradient:
             raise RuntimeError("cross_entropy's backward ran a second time, after its gradients had been given away")
         gradient = ctx.gradient.pop()
-        _local(gradient).mul_(factor / ctx.expected)
+        shard_of(gradient).mul_(factor / ctx.expected)
         return gradient.to(ctx.dtype), None, None

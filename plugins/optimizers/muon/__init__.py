@@ -31,11 +31,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register, shard_of
 from titan.contracts.base.cost import CollectiveCost, MatrixWork, PersistentState, UpdateScratch
 from titan.contracts.optimizers import AdamW, joined
 
-from .dealing import TOGETHER, batches, local
+from .dealing import TOGETHER, batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class _Matrices(torch.optim.Optimizer):
             done = {number: self._orthogonal(whole) for number, whole in mine.items()}
             for parameter, update in zip(batch.parameters, batch.scatter(done), strict=True):
                 rate, decay = rates[parameter]
-                weight = local(parameter.data)
+                weight = shard_of(parameter.data)
                 weight.mul_(1 - rate * decay).add_(update, alpha=-rate * self._scale(parameter))
 
     def _direction(self, parameter: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ class _Matrices(torch.optim.Optimizer):
         state, momentum = self.state[parameter], self._options.momentum
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        mean = local(state["momentum"])
-        gradient = torch.zeros_like(mean) if parameter.grad is None else local(parameter.grad)
+        mean = shard_of(state["momentum"])
+        gradient = torch.zeros_like(mean) if parameter.grad is None else shard_of(parameter.grad)
         mean.lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(mean, momentum) if self._options.nesterov else mean
         name = self._options.dtype or ("float32" if mean.is_cpu else "bfloat16")

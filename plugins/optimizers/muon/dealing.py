@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from titan.contracts import shard_of
+
 TOGETHER = 1 << 26
 """Numbers per rank of the matrices that travel at once."""
 
@@ -31,11 +33,6 @@ def batches(parameters: Iterable[Tensor]) -> "list[Batch]":
     """The batches of matrices, and of stacks [E, rows, columns] of them; the same on all ranks that share some."""
     loads: _Loads = {}
     return [batch for some in _alike(parameters) for batch in _dealt(some, loads)]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -229,7 +226,7 @@ class Batch:
     def _uncut(self, number: int) -> list[int]:
         """Of the matrix; of a stack that is divided by its elements, with those that are here."""
         parameter = self.parameters[number]
-        return [*local(parameter).shape[: parameter.ndim - 2], *parameter.shape[-2:]]
+        return [*shard_of(parameter).shape[: parameter.ndim - 2], *parameter.shape[-2:]]
 
     def _ranks(self, dim: int) -> int:
         assert self._sharing.mesh is not None

@@ -58,6 +58,7 @@ from titan.contracts import (
     Technique,
     option,
     register,
+    shard_of,
 )
 from titan.contracts.base.cost import CollectiveCost, EmbeddingOp, Matmul, PersistentState
 
@@ -184,16 +185,16 @@ class CompressedGradients(Technique):
             if parameter.ndim > 1 and name not in self._errors:
                 self._errors[name] = torch.zeros_like(parameter.detach())
             copied = name in tied or _is_copied(parameter)
-            compressible = degree > 1 and parameter.ndim > 1 and not copied and _local(parameter).numel() > 0
-            if compressible and self._compresses(_local(parameter)):
+            compressible = degree > 1 and parameter.ndim > 1 and not copied and shard_of(parameter).numel() > 0
+            if compressible and self._compresses(shard_of(parameter)):
                 self._matrices[name] = _Matrix(parameter, self._errors[name])
                 continue
             self._plain.append((name, parameter))
             if compressible:
-                self._too_small.append(_local(parameter))
+                self._too_small.append(shard_of(parameter))
         if isinstance(self._method, PowerSGD):
             for name, matrix in self._matrices.items():
-                self._method.begin(name, _local(matrix.parameter))
+                self._method.begin(name, shard_of(matrix.parameter))
 
     @property
     def _layout(self) -> str:
@@ -251,7 +252,7 @@ class CompressedGradients(Technique):
 
     def _exchange(self, gradients: Mapping[str, Tensor], finite: Tensor, replicas: Replicas) -> None:
         """Replace gradients by the sum of what all replicas sent, and errors by what this one did not."""
-        errors = {name: _local(self._matrices[name].error) for name in gradients}
+        errors = {name: shard_of(self._matrices[name].error) for name in gradients}
         # Zeros in place of NaN: a method keeps factors, which must outlive the step.
         whole = {
             name: torch.where(finite, gradient + errors[name], 0.0).contiguous() for name, gradient in gradients.items()
@@ -269,7 +270,7 @@ class CompressedGradients(Technique):
         while self._owed:
             name = self._owed.pop()
             error = self._errors.pop(name)
-            (total,) = self._replicas.summed([_local(error)]) if self._replicas else (_local(error),)
+            (total,) = self._replicas.summed([shard_of(error)]) if self._replicas else (shard_of(error),)
             for other, parameter in self._plain:
                 if other == name:
                     _gradient(parameter).add_(total)
@@ -278,7 +279,7 @@ class CompressedGradients(Technique):
         """The relative norm of this rank's errors, and 1, for the mean over ranks."""
         if self._own is None or not self._matrices:
             return {"compression_error": None}
-        norms = torch._foreach_norm([_local(matrix.error) for matrix in self._matrices.values()], dtype=torch.float32)
+        norms = torch._foreach_norm([shard_of(matrix.error) for matrix in self._matrices.values()], dtype=torch.float32)
         relative = torch.stack(norms).double().square().sum().sqrt() / self._own.clamp(min=1e-30)
         return {"compression_error": torch.stack([relative, torch.ones_like(relative)])}
 
@@ -314,8 +315,8 @@ class CompressedGradients(Technique):
     def _say(self, replicas: Replicas) -> None:
         """Tell what is compressed, and warn where options leave little of it."""
         assert self._context is not None
-        compressed = sum(_local(matrix.parameter).numel() for matrix in self._matrices.values())
-        numbers = compressed + sum(_local(parameter).numel() for _, parameter in self._plain)
+        compressed = sum(shard_of(matrix.parameter).numel() for matrix in self._matrices.values())
+        numbers = compressed + sum(shard_of(parameter).numel() for _, parameter in self._plain)
         _log.info(
             f"compressed_gradients: {self.config.method} between {replicas.size} replicas, of "
             f"{compressed / max(numbers, 1):.1%} of this rank's gradients"
@@ -348,15 +349,11 @@ def _method(config: Config) -> Method:
     return Int8(config.block)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's gradient; zeros where it has none, as other replicas may have one."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad)
+    return shard_of(parameter.grad)
 
 
 def _is_copied(parameter: Tensor) -> bool:

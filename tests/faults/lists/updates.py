@@ -59,7 +59,7 @@ FAULTS = (
     Fault(
         "gradients made in the forward that ignore the factor of the backward",
         "plugins/losses/cross_entropy/fused.py",
-        "_local(gradient).mul_(factor / ctx.expected)",
+        "shard_of(gradient).mul_(factor / ctx.expected)",
         "pass",
         (f"{CHUNKS}::test_chunks_are_all_logits_at_once[4-0.0-a product]",),
     ),

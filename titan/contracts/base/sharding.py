@@ -14,6 +14,11 @@ from torch.distributed.tensor.placement_types import Placement
 ops = torch.ops._c10d_functional
 
 
+def shard_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the shard of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def slice_of(whole: Tensor, like: DTensor) -> Tensor:
     """The slice of `whole` that this rank's shard of `like` covers, without communication.
 
