@@ -1,5 +1,6 @@
-"""Small models, their optimizers and checkpoints, of one process and of ranks on any layout."""
+"""Small models, their optimizers and checkpoints, of one process and of ranks on any layout; and what fails there."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,41 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
+def assert_same_rest(found: Any, wanted: Any) -> None:
+    """Of tables and lists with tensors in them."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same_rest(found[key], value)
+    elif isinstance(wanted, list):
+        for one, other in zip(found, wanted, strict=True):
+            assert_same_rest(one, other)
+    else:
+        assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+
+
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """In place of a function: one that always fails."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 class UnevenToy(nn.Module):

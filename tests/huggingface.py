@@ -40,9 +40,14 @@ def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
     return module.eval()
 
 
-def convert(source: Path, to: Path, form: str, *words: str) -> None:
-    words = ("--from", str(source), "--output", str(to), "--format", form, "--tokenizer.name", "byte", *words)
-    assert cli.main(["convert", *words]) == 0
+def converting(source: Path, to: Path | str, form: str = "hf", tokenizer: str = "byte") -> list[str]:
+    """The command; tokenizer: its plugin, "" that of the weights."""
+    named = ["--tokenizer.name", tokenizer] if tokenizer else []
+    return ["convert", "--from", str(source), "--output", str(to), "--format", form, *named]
+
+
+def convert(source: Path, to: Path, form: str, *words: str, tokenizer: str = "byte") -> None:
+    assert cli.main([*converting(source, to, form, tokenizer), *words]) == 0
 
 
 class Drawn:

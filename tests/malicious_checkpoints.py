@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from titan.checkpoint.disk import manifest
+from bench.mutations import reseal
 
 NAME = "model.out.weight"
 DATA = "__0_0.distcp"
@@ -99,12 +99,12 @@ PICKLES: dict[str, tuple[bytes, str]] = {
 """Name -> (what .metadata is replaced by, what is said)."""
 
 
-def _planted_in(field: str) -> Callable[[Metadata], None]:
-    return lambda metadata: setattr(metadata, field, EVIL)
+def _tensor(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata[NAME]
 
 
 def _chunk(metadata: Metadata) -> Any:
-    return metadata.state_dict_metadata[NAME].chunks[0]  # type: ignore[union-attr]
+    return _tensor(metadata).chunks[0]
 
 
 def place(metadata: Metadata) -> _StorageInfo:
@@ -120,10 +120,6 @@ def set_at(at: Callable[[Metadata], Any], **values: Any) -> Callable[[Metadata],
     return change
 
 
-def _tensor(metadata: Metadata) -> Any:
-    return metadata.state_dict_metadata[NAME]
-
-
 def _resize(size: list[int], chunk: list[int] | None = None) -> Callable[[Metadata], None]:
     def change(metadata: Metadata) -> None:
         _tensor(metadata).size = torch.Size(size)
@@ -132,43 +128,28 @@ def _resize(size: list[int], chunk: list[int] | None = None) -> Callable[[Metada
     return change
 
 
-def _without_a_chunk(metadata: Metadata) -> None:
-    _tensor(metadata).chunks.clear()
-
-
-def _twice_the_chunk(metadata: Metadata) -> None:
-    _tensor(metadata).chunks.append(_chunk(metadata))
-
-
 def _same_bytes(metadata: Metadata) -> None:
     other = metadata.storage_data[MetadataIndex("optimizer.out.weight.exp_avg", [0, 0])]
     place(metadata).offset, place(metadata).length = other.offset, other.length
 
 
-def _as_bytes(metadata: Metadata) -> None:
-    metadata.state_dict_metadata[NAME] = BytesStorageMetadata()
-
-
-def _renamed(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["elsewhere"] = metadata.state_dict_metadata.pop(NAME)
-
-
-def _keyed(metadata: Metadata) -> None:
-    metadata.state_dict_metadata[EVIL] = metadata.state_dict_metadata.pop(NAME)  # type: ignore[index]
+def _renamed(name: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: metadata.state_dict_metadata.update({name: metadata.state_dict_metadata.pop(NAME)})
 
 
 Calls.__hash__ = lambda self: 1  # type: ignore[method-assign, assignment]
 
 METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "code as planner_data": (_planted_in("planner_data"), r"names '(posix|os)\.system'"),
-    "code as storage_meta": (_planted_in("storage_meta"), r"names '(posix|os)\.system'"),
-    "code as version": (_planted_in("version"), r"names '(posix|os)\.system'"),
-    "code as a name": (_keyed, r"names '(posix|os)\.system'"),
+    "code as planner_data": (lambda m: setattr(m, "planner_data", EVIL), r"names '(posix|os)\.system'"),
+    "code as storage_meta": (lambda m: setattr(m, "storage_meta", EVIL), r"names '(posix|os)\.system'"),
+    "code as version": (lambda m: setattr(m, "version", EVIL), r"names '(posix|os)\.system'"),
+    "code as a name": (_renamed(EVIL), r"names '(posix|os)\.system'"),
     "code as a file": (set_at(place, relative_path=EVIL), r"names '(posix|os)\.system'"),
     "code as a size": (set_at(_chunk, sizes=EVIL), r"names '(posix|os)\.system'"),
     "planner_data": (lambda m: setattr(m, "planner_data", {"a": 1}), "planner_data is not empty"),
-    "bytes for a tensor": (_as_bytes, f"{NAME} is a serialized object"),
-    "a foreign name": (_renamed, "a tensor's name is none"),
+    "bytes for a tensor": (lambda m: m.state_dict_metadata.update({NAME: BytesStorageMetadata()}),
+                           f"{NAME} is a serialized object"),
+    "a foreign name": (_renamed("elsewhere"), "a tensor's name is none"),
     "a file above": (set_at(place, relative_path=f"../{DATA}"), r"'\.\./__0_0\.distcp', which its manifest does not"),
     "a file at the root": (set_at(place, relative_path="/etc/passwd"), "'/etc/passwd', which its manifest does not"),
     "a file below": (set_at(place, relative_path="a/b"), "'a/b', which its manifest does not"),
@@ -188,8 +169,8 @@ METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "a chunk that sticks out": (_resize([3, 3], [3, 4]), "do not make it up"),
     "a chunk elsewhere": (set_at(_chunk, offsets=torch.Size([1, 0])), "do not make it up"),
     "a chunk of other dimensions": (_resize([3, 4], [12]), "do not make it up"),
-    "no chunk": (_without_a_chunk, "has no chunks"),
-    "a chunk twice": (_twice_the_chunk, "do not make it up"),
+    "no chunk": (lambda m: _tensor(m).chunks.clear(), "has no chunks"),
+    "a chunk twice": (lambda m: _tensor(m).chunks.append(_chunk(m)), "do not make it up"),
     "an unknown dtype": (lambda m: setattr(_tensor(m).properties, "dtype", torch.qint8), r"names 'torch\.qint8'"),
     "a sparse layout": (lambda m: setattr(_tensor(m).properties, "layout", torch.sparse_coo), "is not strided"),
     "no places": (lambda m: m.storage_data.clear(), "has no chunks"),
@@ -278,9 +259,8 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
 
 def main(path: Path) -> None:
     """Plant a command in the metadata of a real checkpoint, and make its manifest anew."""
-    (path / manifest.METADATA).write_bytes(pickle.dumps(Calls(os.system, ("touch taken-over",))))
-    names = [file.name for file in path.iterdir() if file.name != manifest.MANIFEST]
-    manifest.write(path, {name: manifest.entry_of(path / name) for name in names})
+    (path / ".metadata").write_bytes(pickle.dumps(Calls(os.system, ("touch taken-over",))))
+    reseal(path)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ def _index(change: Callable[[dict[str, Any], list[int]], object]) -> Callable[[b
 
     def changed(content: bytes) -> bytes:
         end = 8 + int.from_bytes(content[:8], "little")
-        header, numbers = (
-            json.loads(content[8:end]),
-            list(struct.unpack(f"<{(len(content) - end) // 8}q", content[end:])),
-        )
+        header = json.loads(content[8:end])
+        numbers = list(struct.unpack(f"<{(len(content) - end) // 8}q", content[end:]))
         change(header, numbers)
         text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + struct.pack(f"<{len(numbers)}q", *numbers)
@@ -53,14 +51,14 @@ def _cut_beyond(header: dict[str, Any], numbers: list[int]) -> None:
     """A vector of 2^40 whose steps, taken modulo 2^64, are small."""
     whole, first = 1 << 40, (1 << 62) + (1 << 61)
     entry, cuts = _entry(header), [0, first, 2 * first + whole - (1 << 64)]
-    at = sum(sum(one[3]) for one in header["tensors"][: header["tensors"].index(entry)])
+    former = header["tensors"][: header["tensors"].index(entry)]
+    at = sum(sum(one[3]) for one in former)
     chunks = sum(math.prod(one[3]) for one in header["tensors"])
-    before = sum(math.prod(one[3]) for one in header["tensors"][: header["tensors"].index(entry)])
     numbers[at : at + sum(entry[3])] = cuts
     entry[2:] = [[whole], [len(cuts)]]
-    places = len(numbers) - 3 * chunks
+    behind = len(numbers) - 3 * chunks + sum(math.prod(one[3]) for one in former) + 1
     for part in (2, 1, 0):
-        numbers[places + part * chunks + before + 1 : places + part * chunks + before + 1] = [0 if part == 0 else 1] * 2
+        numbers[behind + part * chunks : behind + part * chunks] = [0 if part == 0 else 1] * 2
 
 
 INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -129,7 +127,8 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a table as a number": (lambda state: state["values"].update({"out.weight.step": {}}), "out.weight.step"),
     "an optimizer that is a list": (lambda state: state.update(optimizer=["SGD"]), "has no valid optimizer"),
     "no rest": (lambda state: state.pop("rest"), "has no valid rest"),
-    "another format": (lambda state: state.update(format="1"), "has format 1; this version"),
+    "a format that is text": (lambda state: state.update(format="1"), "has format 1; this version"),
+    "another format": (lambda state: state.update(format=99), "has format 99; this version"),
 }  # fmt: skip
 """Name -> (change of state.json, what is said)."""
 

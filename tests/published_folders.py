@@ -30,20 +30,18 @@ def _byte_level(specials: list[str], vocab_size: int = 300) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [TEXT * 20],
-        trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    quiet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, **quiet)
+    tokenizer.train_from_iterator([TEXT * 20], trainer)
     return tokenizer
 
 
-def _saved(path: Path, tokenizer: Tokenizer, files: Mapping[str, Any]) -> None:
+def _saved(path: Path, tokenizer: Tokenizer, about: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> None:
+    """The tokenizer; about: its tokenizer_config.json. more: name and content of further files."""
     path.mkdir(parents=True)
     tokenizer.save(str(path / "tokenizer.json"))
-    for name, value in files.items():
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **about}
+    for name, value in {"tokenizer_config.json": about, **(more or {})}.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(value if isinstance(value, str) else json.dumps(value, indent=2))
 
@@ -52,9 +50,8 @@ def _llama(path: Path) -> Iterator[Any]:
     """BOS by the post-processor, two ids that stop, a chat template, as Llama 3.1 Instruct."""
     tokenizer = _byte_level(["<|begin|>", "<|end|>", "<|turn|>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
     templates = {"chat_template.jinja": "{{ messages }}", "additional_chat_templates/rag.jinja": "{{ documents }}"}
-    _saved(path, tokenizer, {"tokenizer_config.json": about, **templates})
+    _saved(path, tokenizer, {"bos_token": "<|begin|>", "eos_token": "<|end|>"}, templates)
     kinds = {"bos_token_id": 0, "eos_token_id": [1, 2]}
     sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 300, "initializer_range": 0.3}
     config = transformers.LlamaConfig(**sizes, **kinds)
@@ -66,8 +63,7 @@ def _gpt2(path: Path) -> Iterator[Any]:
     """One special token, which begins and ends; named in special_tokens_map.json alone, as in files of 2020."""
     tokenizer = _byte_level(["<|endoftext|>"])
     named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
-    _saved(path, tokenizer, {"tokenizer_config.json": about, "special_tokens_map.json": named})
+    _saved(path, tokenizer, {"model_max_length": 64}, {"special_tokens_map.json": named})
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 300}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.3)
     yield transformers.GPT2LMHeadModel(config)
@@ -77,10 +73,10 @@ def _qwen3(path: Path) -> Iterator[Any]:
     """No BOS, tokens that tokenizer_config.json adds to those of tokenizer.json, eos of a turn, as Qwen3."""
     added = {"300": {"content": "<|im_start|>", "special": True}, "301": {"content": "<|im_end|>", "special": True}}
     about = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "add_bos_token": False, "added_tokens_decoder": added,
+        "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_bos_token": False,
+        "added_tokens_decoder": added,
     }  # fmt: skip
-    _saved(path, _byte_level(["<|endoftext|>"]), {"tokenizer_config.json": about})
+    _saved(path, _byte_level(["<|endoftext|>"]), about)
     kinds = {"eos_token_id": [301, 0], "pad_token_id": 0}
     sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 304}
     yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **kinds, initializer_range=0.3))
@@ -89,12 +85,8 @@ def _qwen3(path: Path) -> Iterator[Any]:
 
 def _neox(path: Path) -> Iterator[Any]:
     """A table larger than the vocabulary, a BOS token that nothing puts before a text."""
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>", "__type": "AddedToken"},
-    }
-    _saved(path, _byte_level(["<s>", "</s>"], 290), {"tokenizer_config.json": about})
+    about = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
+    _saved(path, _byte_level(["<s>", "</s>"], 290), about)
     sizes = {**SIZES, "intermediate_size": 128, "vocab_size": 320, "bos_token_id": 0, "eos_token_id": 1}
     yield transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, initializer_range=0.3))
 
@@ -113,11 +105,11 @@ def _sentencepiece(path: Path) -> Iterator[Any]:
     tokenizer = Tokenizer.from_str(json.dumps(said))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     about = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-        "add_bos_token": True, "clean_up_tokenization_spaces": False,
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     named = {"bos_token": {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False}}
-    _saved(path, tokenizer, {"tokenizer_config.json": about, "special_tokens_map.json": named})
+    _saved(path, tokenizer, about, {"special_tokens_map.json": named})
     sizes = {**SIZES, "intermediate_size": 64, "vocab_size": 340, "initializer_range": 0.3, "rms_norm_eps": 1e-5}
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 

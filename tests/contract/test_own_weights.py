@@ -39,13 +39,13 @@ def test_weights_of_their_own_are_saved_stacked_and_come_back(tmp_path: Path) ->
     words = [*EACH, "--train.steps", "4"]
     whole = train_job(tmp_path, 2, *words, *mesh(colony=2))
     for step in (3, 4):
-        _remove(tmp_path / "run" / "checkpoints" / f"step-{step:08}")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08}")
     assert stored(tmp_path / "run" / "checkpoints" / "step-00000002").tensors["model.norm.weight"].shape[0] == 2
     again = train_job(tmp_path, 4, *words, *mesh(colony=2, tp=2))
     assert_same_curve(whole, again)
 
     mean = saved(tmp_path, 3)
-    _remove(tmp_path / "run" / "checkpoints" / "step-00000004")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     still = ["--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0"]
     train_job(tmp_path, 4, *words, *mesh(colony=4), *still)
     for name, tensor in saved(tmp_path, 4).items():
@@ -53,26 +53,22 @@ def test_weights_of_their_own_are_saved_stacked_and_come_back(tmp_path: Path) ->
             torch.testing.assert_close(tensor, mean[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-def _remove(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-
-
 def test_state_of_a_ranks_own_keeps_its_sum(tmp_path: Path) -> None:
     """Rank r adds r + 1 at each step: 2 ranks have 3 and 6 after three; 4 begin with a share of 9, and one with all."""
     steps = "rest.techniques.colony.steps.norm.weight"
     on = ("--plugins.colony.enabled", "true", *EACH)
-    train_job(tmp_path, 2, *on, *mesh(dp_replicate=2), "--train.steps", "3")
+    means = [
+        (2, mesh(dp_replicate=2), 4.5),
+        (4, mesh(dp_replicate=2, dp_shard=2), (3 + 1 + 6 + 2) / 2),
+        (4, mesh(dp_replicate=4), (12 + 1 + 2 + 3 + 4) / 4),
+        (1, [], 22 + 1),
+        (2, mesh(dp_replicate=2), (23 + 1 + 2) / 2),
+    ]
+    for step, (ranks, words, mean) in enumerate(means, start=3):
+        train_job(tmp_path, ranks, *on, *words, "--train.steps", str(step))
+        assert float(saved(tmp_path, step)[steps].mean()) == pytest.approx(mean)
     entry = stored(tmp_path / "run" / "checkpoints" / "step-00000003").tensors[steps]
     assert entry.stacked and entry.shape[0] == 2
-    assert float(saved(tmp_path, 3)[steps].mean()) == pytest.approx(4.5)
-    train_job(tmp_path, 4, *on, *mesh(dp_replicate=2, dp_shard=2), "--train.steps", "4")
-    assert float(saved(tmp_path, 4)[steps].mean()) == pytest.approx((3 + 1 + 6 + 2) / 2)
-    train_job(tmp_path, 4, *on, *mesh(dp_replicate=4), "--train.steps", "5")
-    assert float(saved(tmp_path, 5)[steps].mean()) == pytest.approx((12 + 1 + 2 + 3 + 4) / 4)
-    train_job(tmp_path, 1, *on, "--train.steps", "6")
-    assert float(saved(tmp_path, 6)[steps].mean()) == pytest.approx(22 + 1)
-    train_job(tmp_path, 2, *on, *mesh(dp_replicate=2), "--train.steps", "7")
-    assert float(saved(tmp_path, 7)[steps].mean()) == pytest.approx((23 + 1 + 2) / 2)
 
 
 def test_state_of_a_ranks_own_switched_on_late(tmp_path: Path) -> None:
@@ -92,12 +88,10 @@ def test_workers_have_numbers_of_their_own_in_the_optimizers_state(tmp_path: Pat
     """A worker that has skipped an update is one behind, also after a resume."""
     both = ["--plugins.path", f"{GUESTS[1]},{TEST_PLUGINS[1]}"]
     words = [*inject_nan(2, rank=1), *EACH, *both, *LOOKAHEAD, *mesh(colony=2), *SKIP]
-    train_job(tmp_path, 2, *words, "--train.steps", "3")
-    values = json.loads((tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json").read_text())["values"]
-    assert [values[f"{worker}.norm.weight.fast_steps"] for worker in (0, 1)] == [3, 2]
-    train_job(tmp_path, 2, *words, "--train.steps", "4")
-    values = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())["values"]
-    assert [values[f"{worker}.norm.weight.fast_steps"] for worker in (0, 1)] == [4, 3]
+    for step in (3, 4):
+        train_job(tmp_path, 2, *words, "--train.steps", str(step))
+        state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:08}" / "state.json").read_text())
+        assert [state["values"][f"{worker}.norm.weight.fast_steps"] for worker in (0, 1)] == [step, step - 1]
 
 
 def test_two_axes_with_weights_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
@@ -26,14 +27,20 @@ from tests.checkpoints import (
     Layout,
     UnevenToy,
     adamw,
+    assert_same,
+    assert_same_rest,
     checkpointer_of,
+    copied,
     local_part,
     model_on,
+    names_in,
     save,
     set_known_state,
+    train,
 )
 from tests.jobs import stored
 from titan.checkpoint import rng_state, storage
+from titan.checkpoint.disk import manifest
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError
 from titan.testing.ranks import RankError, run_ranks
@@ -93,18 +100,16 @@ def test_uneven_shards_of_uneven_slices_are_where_they_are() -> None:
     assert run_ranks(_wrong_boxes, 6, 3, 2, 20) == [[]] * 6
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(8).unsqueeze(0)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def _held(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """A copy of what this rank has of the model and of the optimizer's state."""
+    return {name: local_part(tensor) for name, tensor in copied(parts, optimizer).items()}
 
 
 def _train_while_saving(folder: Path) -> None:
     model = model_on(SHARDED)
-    optimizer = adamw(model)
-    _step(model, optimizer)
-    before = {name: local_part(parameter).clone() for name, parameter in model.named_parameters()}
-    moments = {name: local_part(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
+    parts, optimizer = [ModelPart(model)], adamw(model)
+    train(parts, optimizer)
+    before = _held(parts, optimizer)
     trained, write = Event(), storage.write
 
     def late(*args: Any) -> Any:
@@ -113,19 +118,15 @@ def _train_while_saving(folder: Path) -> None:
 
     storage.write = late
     checkpointer = checkpointer_of(folder, asynchronous=True)
-    checkpointer.save(1, [ModelPart(model)], optimizer, {})
-    for _ in range(3):
-        _step(model, optimizer)
+    checkpointer.save(1, parts, optimizer, {})
+    train(parts, optimizer, 3)
     trained.set()
-    _step(model, optimizer)
+    train(parts, optimizer)
     checkpointer.wait()
     assert not torch.equal(local_part(model.up.weight), before["up.weight"])
-    checkpointer.load(folder / "step-00000001", [ModelPart(model)], optimizer)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(local_part(parameter), before[name])
-        assert torch.equal(local_part(optimizer.state[parameter]["exp_avg"]), moments[name])
-        assert optimizer.state[parameter]["step"].item() == 1
-    _step(model, optimizer)
+    checkpointer.load(folder / "step-00000001", parts, optimizer)
+    assert_same(_held(parts, optimizer), before)
+    train(parts, optimizer)
     assert optimizer.state[model.scale]["step"].item() == 2
 
 
@@ -133,24 +134,17 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     run_ranks(_train_while_saving, 4, tmp_path)
 
 
-class _Stage(nn.Module):
-    def __init__(self, whole: nn.Module, names: list[str]) -> None:
-        super().__init__()
-        for name in names:
-            self.add_module(name, getattr(whole, name))
-
-
-def _tied() -> nn.Module:
+def _model_of(*names: str) -> nn.Module:
+    """Of these layers, whose weights are the same each time."""
     torch.manual_seed(1)
-    whole = nn.Module()
-    whole.embed, whole.first, whole.second = nn.Embedding(7, 5), nn.Linear(5, 3), nn.Linear(3, 5)
-    return whole
+    layers = {"embed": nn.Embedding(7, 5), "first": nn.Linear(5, 3), "second": nn.Linear(3, 5)}
+    return nn.Sequential(OrderedDict((name, layers[name]) for name in names))
 
 
 def _save_stages(folder: Path, sharded: bool) -> None:
     stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    model = _Stage(_tied(), [["embed", "first"], ["second", "embed"]][stage])
+    model = _model_of(*[("embed", "first"), ("second", "embed")][stage])
     if sharded:
         fully_shard(model, mesh=mesh["shard"])
     optimizer = adamw(model)
@@ -162,19 +156,18 @@ def _save_stages(folder: Path, sharded: bool) -> None:
 def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
     run_ranks(_save_stages, 4, tmp_path, sharded)
     assert stored(tmp_path / "step-00000007").tensors["model.embed.weight"].chunks == (2 if sharded else 1)
-    expected, whole = _tied(), _tied()
+    expected, whole = (_model_of("embed", "first", "second") for _ in range(2))
     for parameter in whole.parameters():
         parameter.detach().zero_()
     optimizer = adamw(whole)
     checkpointer_of(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
-    wanted = dict(expected.named_parameters())
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, wanted[name])
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], wanted[name] * SCALED["exp_avg"])
+    for parameter, wanted in zip(whole.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, wanted)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], wanted * SCALED["exp_avg"])
 
 
 def _load_stages_without_second(folder: Path) -> str:
-    model = _Stage(_tied(), [["embed"], ["first"]][dist.get_rank()])
+    model = _model_of(["embed", "first"][dist.get_rank()])
     with pytest.raises(CheckpointError) as refused:
         checkpointer_of(folder).load(folder / "step-00000007", [ModelPart(model)], adamw(model))
     return str(refused.value)
@@ -191,12 +184,12 @@ def _save_after_validation(folder: Path) -> None:
     torch.manual_seed(1)
     model = UnevenToy()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
-    optimizer = adamw(model)
-    _step(model, optimizer)
+    parts, optimizer = [ModelPart(model)], adamw(model)
+    train(parts, optimizer)
     with torch.no_grad():
-        model(torch.arange(8).unsqueeze(0))
+        model(torch.arange(8))
     assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
-    checkpointer_of(folder).save(1, [ModelPart(model)], optimizer, {})
+    checkpointer_of(folder).save(1, parts, optimizer, {})
     names = stored(folder / "step-00000001").tensors
     assert names["model.up.weight"].chunks == 2
     assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
@@ -206,21 +199,22 @@ def test_save_after_a_forward_without_backward(tmp_path: Path) -> None:
     run_ranks(_save_after_validation, 2, tmp_path)
 
 
-def _draw_after(folder: Path, load: bool) -> list[float]:
+def _random_state(folder: Path, load: bool) -> dict[str, Any]:
+    """What this rank saves, or what it is given back."""
     checkpointer, optimizer = checkpointer_of(folder), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    torch.manual_seed(dist.get_rank())
     if load:
-        return checkpointer.load(folder / "step-00000001", [], optimizer)["rng"]  # type: ignore[no-any-return]
-    checkpointer.save(1, [], optimizer, {"rng": rng_state(torch.device("cpu"))})
-    return dict(rng_state(torch.device("cpu")))  # type: ignore[return-value]
+        return dict(checkpointer.load(folder / "step-00000001", [], optimizer)["rng"])
+    torch.manual_seed(dist.get_rank())
+    state = rng_state(torch.device("cpu"))
+    checkpointer.save(1, [], optimizer, {"rng": state})
+    return dict(state)
 
 
 def test_each_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:
-    saved = run_ranks(_draw_after, 2, tmp_path, False)
+    saved = run_ranks(_random_state, 2, tmp_path, False)
     assert not torch.equal(saved[0]["cpu"], saved[1]["cpu"])
-    loaded = run_ranks(_draw_after, 2, tmp_path, True)
-    assert [torch.equal(one["cpu"], other["cpu"]) for one, other in zip(saved, loaded, strict=True)] == [True, True]
-    assert run_ranks(_draw_after, 3, tmp_path, True) == [{}, {}, {}]
+    assert_same_rest(run_ranks(_random_state, 2, tmp_path, True), saved)
+    assert run_ranks(_random_state, 3, tmp_path, True) == [{}, {}, {}]
 
 
 def _find(folder: Path, resume: str) -> str:
@@ -240,8 +234,6 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
 
 
 def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
-    from titan.checkpoint.disk import manifest
-
     hashed: list[str] = []
     read = manifest.entry_of
     manifest.entry_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
@@ -283,11 +275,11 @@ def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str,
         checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     dist.barrier()
-    left = sorted(path.name for path in folder.iterdir())
+    left = names_in(folder)
     dist.barrier()
     checkpointer.save(3, [ModelPart(model)], optimizer, {})
     checkpointer.wait()
-    return {"told": str(refused.value), "left": left, "then": sorted(path.name for path in folder.iterdir())}
+    return {"told": str(refused.value), "left": left, "then": names_in(folder)}
 
 
 @pytest.mark.parametrize(("asynchronous", "full_rank"), [(False, 1), (True, 0)])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.jobs import GPT, LLAMA, SAVING
+from tests.huggingface import convert
+from tests.jobs import GPT, LLAMA, SAVING, mesh
 from tests.sweeps import swept_case
 from titan import cli
 from titan.testing.jobs import read_rows, train_job
@@ -17,11 +18,8 @@ from titan.testing.ranks import run_ranks
 
 
 def test_a_sharded_checkpoint_there_and_back(tmp_path: Path) -> None:
-    mesh = ("--mesh.tp", "2", "--mesh.pp", "2")
-    run = train_job(tmp_path, 4, *mesh, *SAVING, "--train.steps", "2")
-    assert (
-        cli.main(["convert", "--from", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--format", "hf"]) == 0
-    )
+    run = train_job(tmp_path, 4, *mesh(tp=2, pp=2), *SAVING, "--train.steps", "2")
+    convert(tmp_path / "run", tmp_path / "hf", "hf", tokenizer="")
     held = load_file(tmp_path / "hf" / "model.safetensors")
     assert len(held) == len(run.weights)
     for theirs, ours in {
@@ -32,9 +30,7 @@ def test_a_sharded_checkpoint_there_and_back(tmp_path: Path) -> None:
         "lm_head.weight": "output.weight",
     }.items():
         assert torch.equal(held[theirs], run.weights[ours]), theirs
-    assert (
-        cli.main(["convert", "--from", str(tmp_path / "hf"), "--output", str(tmp_path / "dcp"), "--format", "dcp"]) == 0
-    )
+    convert(tmp_path / "hf", tmp_path / "dcp", "dcp", tokenizer="")
     words = ("--checkpoint.resume", str(tmp_path / "dcp"), "--train.steps", "1")
     resumed = train_job(tmp_path, 2, "--mesh.tp", "2", *SAVING, *words, name="resumed")
     started = train_job(tmp_path, 1, "--checkpoint.init_from", str(tmp_path / "hf"), "--train.steps", "1", name="new")
@@ -70,9 +66,7 @@ def test_transformers_finds_the_loss_that_eval_finds(config: Path, tmp_path: Pat
     words = ("--tokenizer.name", "bpe", "--model.vocab_size", "4097", "--model.max_seq_len", "128")
     train_job(tmp_path, 1, *words, *SAVING, "--optimizer.lr", "1e-2", config=config)
     (tmp_path / "said.txt").write_text(SAID)
-    assert (
-        cli.main(["convert", "--from", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--format", "hf"]) == 0
-    )
+    convert(tmp_path / "run", tmp_path / "hf", "hf", tokenizer="")
     [(theirs, run, export)] = run_ranks(_losses, 1, str(tmp_path), init=False)
     assert 3 < run < 8
     assert abs(run - theirs) < 1e-5 and abs(export - theirs) < 1e-5

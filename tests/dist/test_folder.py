@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.jobs import LLAMA, SAVING
+from tests.checkpoints import names_in
+from tests.jobs import LLAMA, SAVING, mesh
 from titan import train
 from titan.errors import TitanError
 from titan.ranks.folder_lock import FolderLock
@@ -19,8 +20,7 @@ from titan.training import build
 
 def _content(folder: Path) -> dict[str, bytes]:
     """But for the lock, which counts."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"]
-    files = [path for path in files if path.name != "lock.json"]
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith((".log", "lock.json"))]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -31,22 +31,21 @@ def _words(folder: Path, *words: str) -> list[str]:
     return ["--config", str(LLAMA), "--run.name", "run", *paths, *SAVING, *words]
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(1, ()), (2, ("--mesh.dp_shard", "2"))])
-def test_a_second_start_leaves_the_first_alone(
-    ranks: int, mesh: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_start_leaves_the_first_alone(ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, first = tmp_path / "run", FolderLock(tmp_path / "run")
     first.take()
     for name in ("checkpoints/step-00000005.tmp/__0_0.distcp", "metrics.jsonl", "config.toml"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text('{"step": 5, "loss": 1.0}\n')
     before = _content(run)
-    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh), init=False) == [2] * ranks
+    words = _words(tmp_path, *mesh(dp_shard=ranks))
+    assert run_ranks(train.main, ranks, words, init=False) == [2] * ranks
     assert _content(run) == before and not (run / "logs").exists()
     said = capfd.readouterr().out
     assert said.count("Traceback") == 0 and said.count("is in use by another run: host ") == 1
     first.release()
-    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh, "--train.steps", "1"), init=False) == [0] * ranks
+    assert run_ranks(train.main, ranks, [*words, "--train.steps", "1"], init=False) == [0] * ranks
     assert not (run / "lock.json").exists() and not list(run.rglob("*.tmp"))
 
 
@@ -95,7 +94,7 @@ def test_a_run_that_has_lost_its_folder_ends_and_writes_nothing_more(tmp_path: P
         train_job(tmp_path, 2, "--mesh.dp_shard", "2", *SAVING, "--checkpoint.async", "false", run=taken_over)
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004"]
+    assert names_in(tmp_path / "run" / "checkpoints") == ["step-00000004"]
     assert json.loads((tmp_path / "run" / "lock.json").read_text())["token"] == "another"
 
 
@@ -131,9 +130,7 @@ def test_the_config_is_there_before_the_first_step(tmp_path: Path) -> None:
     ("number", "code"), [(errno.ENOTDIR, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.ESTALE, 1)]
 )
 def test_a_folder_that_cannot_be_written_is_wrong_input_only_where_it_stays_so(number: int, code: int) -> None:
-    with (
-        pytest.raises(TitanError, match=r"^\[run\] dir cannot be written: runs/x: ") as said,
-        build._writing(Path("runs/x")),
-    ):
+    told = r"^\[run\] dir cannot be written: runs/x: "
+    with pytest.raises(TitanError, match=told) as said, build._writing(Path("runs/x")):
         raise OSError(number, os.strerror(number))
     assert said.value.exit_code == code

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoints import checkpointer_of
 from tests.jobs import SAVING
-from titan.checkpoint import Checkpointer
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
 from titan.testing.jobs import train_job
@@ -22,12 +22,11 @@ OUTSIDE = Path(__file__).parents[1] / "configs" / "outside.toml"
 
 def _save_and_load(folder: Path, values: list[Tensor]) -> Any:
     """Each rank keeps its value as state of a weight [6, 4] that two ranks share: what comes back, or what is told."""
-    rank = dist.get_rank()
     model = nn.Linear(4, 6, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     saving, loading = (torch.optim.SGD(model.parameters()) for _ in range(2))
-    saving.state[model.weight]["kept"] = values[rank]
-    checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=rank, world_size=2)
+    saving.state[model.weight]["kept"] = values[dist.get_rank()]
+    checkpointer = checkpointer_of(folder)
     try:
         checkpointer.save(1, [ModelPart(model)], saving, {})
     except (PluginError, CheckpointError) as refused:
@@ -60,8 +59,7 @@ def test_plain_state_that_ranks_hold_differently_is_refused(tmp_path: Path) -> N
 
 def test_it_is_refused_after_the_first_step(tmp_path: Path) -> None:
     words = ("--optimizer.name", "slabs", "--mesh.dp_shard", "2")
-    with pytest.raises(
-        RankError, match=r"PluginError: _Slabs keeps 'mean' of embed\.weight as a plain tensor \[12[89], 24\]"
-    ):
+    told = r"PluginError: _Slabs keeps 'mean' of embed\.weight as a plain tensor \[12[89], 24\]"
+    with pytest.raises(RankError, match=told):
         train_job(tmp_path, 2, *words, *SAVING, config=OUTSIDE)
     assert len(train_job(tmp_path, 2, *words, "--train.steps", "2", config=OUTSIDE, name="unsaved").rows) == 2

@@ -13,6 +13,7 @@ from titan import cli
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from tests.huggingface import converting  # noqa: E402
 from tests.published_folders import FOLDERS, TEXT, folder  # noqa: E402
 
 PROMPTS = ["the cat", "a dog ran", " birds; 12", "zwölf", "in the old", "rain", "x", "and 345"]
@@ -43,12 +44,17 @@ def nats(model: Any, ids: list[int], context: int) -> float:
     return total
 
 
+def read(published: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer as transformers reads them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(published).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(published)
+
+
 def test_documents_are_scored_as_by_lm_eval(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """lm-eval 0.4.13: `prefix_token_id` is BOS, else EOS; `tok_encode` adds what the tokenizer adds."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(published).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(published)
+    model, tokenizer = read(published)
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = ["eval", "--checkpoint", str(published), "--data", "jsonl", "--path", str(tmp_path / "d.jsonl")]
@@ -66,8 +72,7 @@ def test_documents_are_scored_as_by_lm_eval(
 def test_prompts_are_continued_as_by_transformers(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(published).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(published)
+    model, tokenizer = read(published)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     words = ["--prompt-file", str(tmp_path / "prompts.txt"), "--temperature", "0", "--max-new-tokens", "40"]
     results = printed(["generate", "--checkpoint", str(published), *words], capsys)["results"]
@@ -94,15 +99,9 @@ def test_a_conversion_there_and_back_loses_no_file(
 ) -> None:
     (published / "LICENSE").write_text("free\n")
     direct, kept, back = tmp_path / "direct", tmp_path / "kept", tmp_path / "back"
-    assert (
-        printed(["convert", "--from", str(published), "--output", str(direct), "--format", "hf"], capsys)[
-            "not_carried_over"
-        ]
-        == []
-    )
-    report = printed(["convert", "--from", str(published), "--output", str(kept), "--format", "dcp"], capsys)
-    assert report["not_carried_over"] == ["LICENSE"]
-    printed(["convert", "--from", str(kept), "--output", str(back), "--format", "hf"], capsys)
+    for to, form, lost in ((direct, "hf", []), (kept, "dcp", ["LICENSE"])):
+        assert printed(converting(published, to, form, tokenizer=""), capsys)["not_carried_over"] == lost
+    printed(converting(kept, back, tokenizer=""), capsys)
     for made, lost in ((direct, set()), (back, {"LICENSE"})):
         assert content(made).keys() == content(published).keys() - lost
         changed = {name for name, data in content(made).items() if data != content(published)[name]}
@@ -129,9 +128,9 @@ def test_weights_that_titan_has_trained_are_used_as_they_were_trained(
     assert trained["loss"] == printed([*words, str(tmp_path / "run"), "--no-bos"], capsys)["loss"]
     assert trained["loss"] != printed([*words, str(tmp_path / "run"), "--bos"], capsys)["loss"]
     copy, out = tmp_path / "copy", tmp_path / "out"
-    printed(["convert", "--from", str(tmp_path / "run"), "--output", str(copy), "--format", "dcp"], capsys)
+    printed(converting(tmp_path / "run", copy, "dcp", tokenizer=""), capsys)
     assert printed([*words, str(copy)], capsys)["loss"] == trained["loss"]
-    printed(["convert", "--from", str(copy), "--output", str(out), "--format", "hf"], capsys)
+    printed(converting(copy, out, tokenizer=""), capsys)
     assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 2]
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == [1, 2]
 
@@ -154,23 +153,20 @@ def test_another_tokenizer_does_not_come_with_the_files_of_the_former(
     (former / "vocab.txt").symlink_to(config := tmp_path / "secret")
     (former / "README.md").symlink_to(config)
     config.write_text("not of the folder")
-    words = ["convert", "--from", str(former), "--output", str(out), "--format", "hf", "--tokenizer.path", str(other)]
+    words = [*converting(former, out, tokenizer=""), "--tokenizer.path", str(other)]
     assert cli.main(words) == 2 and "is not the tokenizer of the weights" in capsys.readouterr().err
     report = printed([*words, "--checkpoint.change_tokenizer", "true"], capsys)
     assert report["not_carried_over"] == ["README.md", "special_tokens_map.json", "vocab.txt"]
-    assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 1
-    assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 1
+    model, tokenizer = read(out)
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
 
 
 def test_another_end_is_written_wherever_transformers_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = folder("llama", tmp_path)
-    words = ["convert", "--from", str(published), "--format", "hf", "--tokenizer.end", "<|begin|>", "--output"]
-    printed([*words, str(tmp_path / "both")], capsys)
-    (published / "generation_config.json").unlink()
-    printed([*words, str(tmp_path / "config")], capsys)
-    for name in ("both", "config"):
-        path = tmp_path / name
-        assert transformers.AutoTokenizer.from_pretrained(path).eos_token_id == 0
+    for path in (tmp_path / "both", tmp_path / "config"):
+        printed([*converting(published, path, tokenizer=""), "--tokenizer.end", "<|begin|>"], capsys)
+        (published / "generation_config.json").unlink(missing_ok=True)
+        model, tokenizer = read(path)
+        assert tokenizer.eos_token_id == 0 and 0 in model.generation_config.eos_token_id
         assert json.loads((path / "config.json").read_text())["eos_token_id"] == [0, 1, 2]
-        assert 0 in transformers.AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id

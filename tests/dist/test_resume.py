@@ -17,6 +17,10 @@ HALF = ("--train.steps", "3")
 V_SHAPED = pytest.mark.skipif(not SELF_SEND, reason="this PyTorch runs no V-shaped schedule on the CPU")
 
 
+def ranks_of(words: list[str]) -> int:
+    return torch.Size(int(words[i + 1]) for i, word in enumerate(words) if word.startswith("--mesh.")).numel()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_job(tmp_path_factory.mktemp("whole"), 1, *FOUR_LAYERS)
@@ -35,11 +39,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ids=lambda words: " ".join(words).replace("--mesh.", "") or "one rank",
 )
 def test_on_another_layout(before: list[str], after: list[str], uninterrupted: Outcome, tmp_path: Path) -> None:
-    def ranks(words: list[str]) -> int:
-        return torch.Size(int(word) for word in words[1::2]).numel()
-
-    train_job(tmp_path, ranks(before), *before, *FOUR_LAYERS, *SAVING, *HALF)
-    assert_same_curve(uninterrupted, train_job(tmp_path, ranks(after), *after, *FOUR_LAYERS, *SAVING))
+    train_job(tmp_path, ranks_of(before), *before, *FOUR_LAYERS, *SAVING, *HALF)
+    assert_same_curve(uninterrupted, train_job(tmp_path, ranks_of(after), *after, *FOUR_LAYERS, *SAVING))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
     ids=" ".join,
 )
 def test_on_the_same_layout_bit_for_bit(words: list[str], more: list[str], tmp_path: Path) -> None:
-    ranks = torch.Size(int(word) for word in words[1::2]).numel()
-    whole = train_job(tmp_path, ranks, *words, *more, *SAVING, name="whole")
+    job = (tmp_path, ranks_of(words), *words, *more, *SAVING)
+    whole = train_job(*job, name="whole")
     for steps in ("4",) if more else ("2", "4"):
-        train_job(tmp_path, ranks, *words, *more, *SAVING, "--train.steps", steps, name="pieces")
-    resumed = train_job(tmp_path, ranks, *words, *more, *SAVING, name="pieces")
+        train_job(*job, "--train.steps", steps, name="pieces")
+    resumed = train_job(*job, name="pieces")
     for step in whole.rows:
         assert [whole.rows[step][key] for key in SAME] == [resumed.rows[step][key] for key in SAME]
     ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / "step-00000006") for name in ("whole", "pieces"))
@@ -117,13 +118,6 @@ def _cursor(run: Path) -> int:
     return cursor
 
 
-def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
-    first = train_job(tmp_path, 1, *SAVING)
-    again = train_job(tmp_path, 1, *SAVING)
-    assert again.rows == first.rows
-    assert all(torch.equal(first.weights[name], again.weights[name]) for name in first.weights)
-
-
 def test_never_begins_anew(tmp_path: Path) -> None:
     first = train_job(tmp_path, 1, *SAVING, *HALF)
     again = train_job(tmp_path, 1, *SAVING, *HALF, "--checkpoint.resume", "never")
@@ -132,17 +126,7 @@ def test_never_begins_anew(tmp_path: Path) -> None:
 
 # --- a tied head: two stages hold one tensor, and under V-shaped schedules one rank holds both ------------------------
 
-TIED = (
-    *FOUR_LAYERS,
-    "--model.tied",
-    "true",
-    "--train.steps",
-    "6",
-    "--checkpoint.enabled",
-    "true",
-    "--checkpoint.every",
-    "3",
-)
+TIED = (*FOUR_LAYERS, *SAVING, "--model.tied", "true", "--train.steps", "6", "--checkpoint.every", "3")
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +154,8 @@ def test_a_tied_head_under_every_schedule(
     alone, curve = tied
 
     def train(name: str, words: list[str], at: Path | None = None) -> Outcome:
-        ranks = torch.Size(int(words[i + 1]) for i, word in enumerate(words) if word.startswith("--mesh.")).numel()
-        resume = ("--checkpoint.resume", str(at)) if at else ()
-        return train_job(tmp_path, ranks, *words, *TIED, *resume, config=GPT, name=name, run=run_with_state)
+        job = (tmp_path, ranks_of(words), *words, *TIED, *(("--checkpoint.resume", str(at)) if at else ()))
+        return train_job(*job, config=GPT, name=name, run=run_with_state)
 
     words = [*mesh(pp=2), "--plugins.pipeline.schedule", schedule]
     whole = train("whole", words)

@@ -2,24 +2,22 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from bench.mutations import reseal
-from tests.checkpoints import Toy, assert_same, checkpointer_of, copied, made, steps_in, train
+from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, steps_in, train
 from tests.jobs import stored
-from titan.checkpoint import rng_state, set_rng_state
+from titan.checkpoint import rng_state, set_rng_state, storage
 from titan.checkpoint.disk.index import DTYPES
-from titan.checkpoint.state import Stacked, rejoin, separate
+from titan.checkpoint.state import Stacked, separate
 from titan.checkpoint.storage import box_of, table_of
 from titan.checkpoint.techniques import without
-from titan.contracts import ModelPart, Own
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
 
 CPU = torch.device("cpu")
@@ -83,12 +81,8 @@ def test_rest_comes_back(tmp_path: Path) -> None:
     parts, optimizer = made()
     checkpointer_of(tmp_path).save(3, parts, optimizer, rest)
     loaded = checkpointer_of(tmp_path).load(tmp_path / "step-00000003", parts, optimizer)
-    shadow = loaded["techniques"]["ema"]["shadow"].pop("out.weight")
-    count = loaded["techniques"]["ema"]["list"].pop()
-    assert torch.equal(shadow, rest["techniques"]["ema"]["shadow"].pop("out.weight"))
-    assert count.dtype == torch.int64 and count.item() == 3
-    rest["techniques"]["ema"]["list"].pop()
-    assert loaded == rest
+    assert loaded["techniques"]["ema"]["list"][0].dtype == torch.int64
+    assert_same_rest(loaded, rest)
 
 
 def test_only_tensors_go_through_dcp(tmp_path: Path) -> None:
@@ -116,32 +110,20 @@ def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
     assert torch.equal(torch.randn(5), drawn)
 
 
-def test_own_tensors_are_left_alone_on_another_world_size() -> None:
-    plain, tensors = separate({"rng": Own(cpu=torch.ones(2))}, rank=3)
-    assert json.loads(json.dumps(plain)) == plain
-    assert list(tensors) == ["rest.rng.3.cpu"]
-    assert rejoin(plain, 3, tensors.__getitem__, "here") == {"rng": {"cpu": tensors["rest.rng.3.cpu"]}}
-    assert rejoin(plain, None, tensors.__getitem__, "here") == {"rng": {}}
-
-
 @pytest.mark.parametrize(
-    ("value", "place"), [({"a": [{"b": {1}}]}, "rest.a.0.b is a set"), ({"a": {1: 2}}, "rest.a has the key 1")]
+    ("value", "place"),
+    [
+        ({"a": [{"b": {1}}]}, "rest.a.0.b is a set"),
+        ({"a": {1: 2}}, "rest.a has the key 1"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"the path rest\.a\.b"),
+    ],
 )
 def test_state_that_cannot_be_saved_is_named(value: Any, place: str) -> None:
     with pytest.raises(PluginError, match=place):
         separate(value, 0)
 
 
-def test_two_tensors_at_one_place_are_refused() -> None:
-    with pytest.raises(PluginError, match=r"the path rest\.a\.b"):
-        separate({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, 0)
-
-
 def test_background_save_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from threading import Event
-
-    from titan.checkpoint import storage
-
     changed, write = Event(), storage.write
 
     def late(*args: Any) -> Any:
@@ -188,11 +170,11 @@ def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path, monkey
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[Path]:
+def saved(tmp_path: Path) -> Path:
     parts, optimizer = made()
     train(parts, optimizer)
     checkpointer_of(tmp_path).save(1, parts, optimizer, {"a": torch.ones(2)})
-    yield tmp_path / "step-00000001"
+    return tmp_path / "step-00000001"
 
 
 def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
@@ -201,13 +183,6 @@ def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
     assert "it lacks out2.bias, out2.weight; the model lacks out.bias, out.weight" in str(refused.value)
-
-
-def test_names_are_listed_up_to_ten(saved: Path) -> None:
-    model = Toy()
-    model.more = nn.ParameterList(torch.zeros(1) for _ in range(13))
-    with pytest.raises(CheckpointError, match=r"it lacks more\.0, more\.1, more\.10, .* and 3 more$"):
-        checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
 
 
 def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
@@ -222,16 +197,6 @@ def test_another_optimizer_is_refused(saved: Path) -> None:
     model = Toy()
     with pytest.raises(CheckpointError, match="state of AdamW, but this run's optimizer is SGD"):
         checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.SGD(model.parameters()))
-
-
-def test_another_format_is_refused(saved: Path) -> None:
-    state = json.loads((saved / "state.json").read_text())
-    (saved / "state.json").write_text(json.dumps(state | {"format": 99}))
-    reseal(saved)
-    with pytest.raises(CheckpointError, match="has format 99"):
-        checkpointer_of(saved.parent).load(saved, *made())
-    with pytest.raises(CheckpointError, match="has format 99"):  # not damaged: no older one is used, none is started
-        checkpointer_of(saved.parent).find("auto")
 
 
 def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:

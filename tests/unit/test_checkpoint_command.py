@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from bench import mutations
+from tests.checkpoints import flip, names_in
 from titan import cli
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.weights import stored_tokenizer
 from titan.errors import CheckpointError
 
-Said = tuple[int, str, str]
+Say = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def call(*words: object) -> Said:
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    def call(*words: object) -> tuple[int, str, str]:
         code = cli.main(["checkpoint", *map(str, words)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -44,17 +45,7 @@ def _path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08}"
 
 
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def _left(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
-def test_list(run: Path, say: Callable[..., Said]) -> None:
+def test_list(run: Path, say: Say) -> None:
     with (_path(run, 20) / "state.json").open("a") as file:
         file.write(" ")
     code, out, err = say("list", run, "--json")
@@ -74,10 +65,10 @@ def test_list(run: Path, say: Callable[..., Said]) -> None:
     assert len(say("list", _path(run, 30))[1].splitlines()) == 2
 
 
-def test_verify(run: Path, say: Callable[..., Said]) -> None:
+def test_verify(run: Path, say: Say) -> None:
     code, out, _ = say("verify", run)
     assert code == 0 and out.count(": verified") == 3
-    _flip(_path(run, 20) / "__0_0.distcp")
+    flip(_path(run, 20) / "__0_0.distcp")
     (_path(run, 20) / "__3_0.distcp").touch()
     (_path(run, 20) / ".metadata").unlink()
     (_path(run, 30) / ".metadata").write_bytes(b"")
@@ -94,7 +85,7 @@ def test_verify(run: Path, say: Callable[..., Said]) -> None:
     assert "  .metadata has 0 bytes, its manifest says " in said
 
 
-def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) -> None:
+def test_verify_reads_what_the_files_say(run: Path, say: Say) -> None:
     (_path(run, 30) / ".metadata").write_bytes(b"\x80\x04N.")
     mutations.reseal(_path(run, 30))
     code, out, _ = say("verify", _path(run, 30))
@@ -107,7 +98,7 @@ def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) ->
     assert code == 1 and "  titan.index and .metadata place tensors differently\n" in out
 
 
-def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callable[..., Said]) -> None:
+def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Say) -> None:
     saver = mutations.checkpointer(run / "checkpoints")
     saver._copies = {"ranks": b"abc", "two words.json": b"{}"}
     tokenizer = {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
@@ -124,7 +115,7 @@ def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callab
         mutations.reseal(path)
         with pytest.raises(CheckpointError, match="gives no valid name, fingerprint and copies of a tokenizer"):
             stored_tokenizer(path)
-    _flip(path / "tokenizer" / "ranks")
+    flip(path / "tokenizer" / "ranks")
     assert "tokenizer/ranks has SHA-256" in say("verify", path)[1]
     (path / "tokenizer" / "mine").touch()
     assert "tokenizer/mine is not in its manifest" in say("verify", path)[1]
@@ -134,17 +125,15 @@ def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callab
     assert say("rm", path, "--yes")[0] == 0 and not path.exists()
 
 
-def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:
+def test_rm_removes_one(run: Path, say: Say) -> None:
     code, out, _ = say("rm", _path(run, 20), "--yes", "--json")
     assert code == 0 and json.loads(out)["removed"] == [str(_path(run, 20))]
-    assert _left(run) == ["notes", "step-00000010", "step-00000030", "step-00000040.tmp"]
+    assert names_in(run / "checkpoints") == ["notes", "step-00000010", "step-00000030", "step-00000040.tmp"]
     assert say("rm", _path(run, 40).with_suffix(".tmp"), "--yes")[0] == 0
-    assert _left(run) == ["notes", "step-00000010", "step-00000030"]
+    assert names_in(run / "checkpoints") == ["notes", "step-00000010", "step-00000030"]
 
 
-def test_rm_counts_as_freed_what_is_gone(
-    run: Path, say: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_rm_counts_as_freed_what_is_gone(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise OSError(errno.EBUSY, "Device or resource busy", str(path))
@@ -156,25 +145,23 @@ def test_rm_counts_as_freed_what_is_gone(
     assert json.loads(say("list", run, "--json")[1])["checkpoints"][1]["step"] == 30
 
 
-def test_rm_keeps_the_newest(run: Path, say: Callable[..., Said]) -> None:
+def test_rm_keeps_the_newest(run: Path, say: Say) -> None:
     (_path(run, 30) / "state.json").write_text("")
     code, out, _ = say("rm", run, "--keep", "1", "--yes")
     assert code == 0 and out.startswith("2 removed, ")
-    assert _left(run) == ["notes", "step-00000020", "step-00000040.tmp"]
+    assert names_in(run / "checkpoints") == ["notes", "step-00000020", "step-00000040.tmp"]
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 3), ("n\n", 4), ("", 4)])
-def test_rm_asks(
-    run: Path, say: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, answer: str, left: int
-) -> None:  # fmt: skip
+def test_rm_asks(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch, answer: str, left: int) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     code, _, err = say("rm", run, "--keep", "2")
     assert "remove 1 checkpoint? [y/N]" in err and str(_path(run, 10)) in err
-    assert code == (left == 4) and len(_left(run)) == left + 1
+    assert code == (left == 4) and len(names_in(run / "checkpoints")) == left + 1
 
 
-def test_rm_leaves_alone_what_it_should(run: Path, say: Callable[..., Said]) -> None:
-    before = _left(run)
+def test_rm_leaves_alone_what_it_should(run: Path, say: Say) -> None:
+    before = names_in(run / "checkpoints")
     refused = {
         ("rm", run, "--yes"): "is not one checkpoint; to remove all but the newest N",
         ("rm", run / "checkpoints" / "notes", "--yes"): "is not one checkpoint; to remove all but the newest N",
@@ -189,14 +176,14 @@ def test_rm_leaves_alone_what_it_should(run: Path, say: Callable[..., Said]) -> 
     for words, told in refused.items():
         code, _, err = say(*words)
         assert code == 2 and told in err, words
-    assert _left(run) == before
+    assert names_in(run / "checkpoints") == before
 
 
-def test_rm_of_the_only_complete_one_needs_yes(run: Path, say: Callable[..., Said]) -> None:
+def test_rm_of_the_only_complete_one_needs_yes(run: Path, say: Say) -> None:
     for step in (10, 20):
         (_path(run, step) / "manifest.json").unlink()
     code, _, err = say("rm", _path(run, 30))
     assert code == 2 and "is the only complete checkpoint in its folder; add --yes" in err
     assert say("rm", _path(run, 30), "--yes")[0] == 0
     assert say("rm", _path(run, 20), "--yes")[0] == 0
-    assert _left(run) == ["notes", "step-00000010", "step-00000040.tmp"]
+    assert names_in(run / "checkpoints") == ["notes", "step-00000010", "step-00000040.tmp"]

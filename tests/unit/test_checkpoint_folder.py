@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import names_in, raising
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE
@@ -15,21 +16,13 @@ from titan.errors import CheckpointError
 
 
 def _make(path: Path, serial: int = 0) -> Path:
-    path.mkdir(parents=True)
-    return _make_at(path, serial)
-
-
-def _make_at(path: Path, serial: int) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
     for name in (METADATA, INDEX):
         (path / name).write_bytes(b"m")
     state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
     manifest.write(path, {name: manifest.entry_of(path / name) for name in (METADATA, INDEX, STATE)})
     return path
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_unfinished_and_foreign_folders_are_not_complete(tmp_path: Path) -> None:
@@ -67,38 +60,44 @@ def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("look", [folders.survey, folders.complete, folders.next_serial])
+def test_one_of_another_format_is_not_damaged(look: Callable[[Path], object], tmp_path: Path) -> None:
+    """Else an older one would be resumed, and the newer one replaced by the next save of its step."""
+    _make(tmp_path / "step-00000010", serial=1)
+    state = _make(tmp_path / "step-00000020", serial=2) / STATE
+    state.write_text(state.read_text().replace(f'"format": {folders.FORMAT}', '"format": 99'))
+    with pytest.raises(CheckpointError, match="has format 99; .* use the version that saved it"):
+        look(tmp_path)
+
+
 @pytest.mark.parametrize(("keep", "left"), [(0, [10, 20, 30]), (1, [30]), (2, [20, 30]), (9, [10, 20, 30])])
 def test_retention_keeps_the_newest_complete(tmp_path: Path, keep: int, left: list[int]) -> None:
     for serial, step in enumerate((10, 20, 30), start=1):
         _make(folders.step_folder(tmp_path, step), serial)
     (tmp_path / "step-00000040").mkdir()
     folders.retain(tmp_path, keep)
-    assert _names(tmp_path) == [f"step-000000{step}" for step in [*left, 40]]
+    assert names_in(tmp_path) == [f"step-000000{step}" for step in [*left, 40]]
 
 
 def test_retention_neither_counts_nor_removes_the_damaged(tmp_path: Path) -> None:
     paths = [_make(folders.step_folder(tmp_path, step), step) for step in (10, 20, 30, 40)]
     folders.retain(tmp_path, 2, {paths[1], paths[2]})
-    assert _names(tmp_path) == [path.name for path in paths]
+    assert names_in(tmp_path) == [path.name for path in paths]
     folders.retain(tmp_path, 1, {paths[1]})
-    assert _names(tmp_path) == [paths[1].name, paths[3].name]
+    assert names_in(tmp_path) == [paths[1].name, paths[3].name]
 
 
 def test_kill_in_the_middle_of_a_removal_leaves_nothing_that_looks_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _make(tmp_path / "step-00000010")
-
-    def die(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(folders.shutil, "rmtree", die)
+    monkeypatch.setattr(folders.shutil, "rmtree", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         folders.remove(path)
     assert folders.complete(tmp_path) == []
     monkeypatch.undo()
     folders.tidy(tmp_path)
-    assert _names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 def test_tidy_sweeps_own_leftovers_only(tmp_path: Path) -> None:
@@ -106,26 +105,24 @@ def test_tidy_sweeps_own_leftovers_only(tmp_path: Path) -> None:
         _make(tmp_path / name)
     _make(tmp_path / "step-00000030")
     folders.tidy(tmp_path)
-    assert _names(tmp_path) == ["mine.tmp", "step-00000030", "step-1.tmp"]
+    assert names_in(tmp_path) == ["mine.tmp", "step-00000030", "step-1.tmp"]
 
 
 def test_commit_replaces_a_former_checkpoint_of_the_step(tmp_path: Path) -> None:
     _make(tmp_path / "step-00000010", serial=1)
     new = folders.begin(tmp_path, 10)
     _make(new / "inner")
-    for file in _make(tmp_path / "made", serial=2).iterdir():
-        file.rename(new / file.name)
-    (tmp_path / "made").rmdir()
+    _make(new, serial=2)
     assert folders.commit(new) == tmp_path / "step-00000010"
     assert folders.read_state(tmp_path / "step-00000010")["serial"] == 2
-    assert _names(tmp_path) == ["step-00000010"]
+    assert names_in(tmp_path) == ["step-00000010"]
 
 
 def test_killed_between_the_renames_of_a_replacement_the_former_comes_back(tmp_path: Path) -> None:
     _make(tmp_path / "step-00000010.replaced.tmp", serial=1)
     _make(tmp_path / "step-00000010.tmp", serial=2)
     folders.tidy(tmp_path)
-    assert _names(tmp_path) == ["step-00000010"]
+    assert names_in(tmp_path) == ["step-00000010"]
     assert folders.read_state(tmp_path / "step-00000010")["serial"] == 1
 
 
@@ -147,9 +144,6 @@ def test_choose_refuses_what_is_absent_or_incomplete(tmp_path: Path) -> None:
         folders.choose(str(tmp_path / "step-00000010"))
     with pytest.raises(CheckpointError, match="unfinished: the run was killed while it saved"):
         folders.choose(str(_make(tmp_path / "step-00000020.tmp")))
-
-
-# --- leftovers that cannot be removed -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -190,10 +184,10 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning_once(tmp_path: Path, tol
 def test_a_later_sweep_removes_what_could_not_be_removed(tmp_path: Path, held_open: Callable[[], None]) -> None:
     _make(tmp_path / "step-00000006.tmp")
     folders.tidy(tmp_path)
-    assert len(_names(tmp_path)) == 1
+    assert len(names_in(tmp_path)) == 1
     held_open()
     folders.tidy(tmp_path)
-    assert _names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.usefixtures("held_open")
@@ -205,7 +199,7 @@ def test_a_save_is_written_beside_the_leftover_of_its_own_step(tmp_path: Path) -
 @pytest.mark.usefixtures("held_open")
 def test_what_was_replaced_and_cannot_be_removed_never_comes_back(tmp_path: Path) -> None:
     for serial in (1, 2, 3):
-        _make_at(folders.begin(tmp_path, 10), serial)
+        _make(folders.begin(tmp_path, 10), serial)
         folders.commit(tmp_path / "step-00000010.tmp")
     assert folders.read_state(tmp_path / "step-00000010")["serial"] == 3
     folders.remove(tmp_path / "step-00000010")
@@ -216,11 +210,8 @@ def test_what_was_replaced_and_cannot_be_removed_never_comes_back(tmp_path: Path
 def test_a_leftover_that_cannot_be_moved_either_refuses_the_save_of_its_step(
     tmp_path: Path, held_open: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, _: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-
     path = _make(tmp_path / "step-00000010.tmp")
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", raising(OSError(errno.EBUSY, "Device or resource busy")))
     assert folders.begin(tmp_path, 20).is_dir()
     with pytest.raises(CheckpointError) as error:
         folders.begin(tmp_path, 10)
@@ -235,8 +226,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_counts_for_nothing(
 ) -> None:
     for serial in (1, 2, 3):
         _make(folders.step_folder(tmp_path, serial), serial)
-    read = folders.read_state
-    reads = iter(range(100))
+    read, reads = folders.read_state, iter(range(100))
 
     def removing(path: Path) -> dict[str, Any]:
         if next(reads) == at:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from titan.checkpoint.disk.index import Index, StoredTensor
 from titan.checkpoint.disk.manifest import FileEntry
 from titan.checkpoint.disk.plan import Block, Table, Written
 from titan.errors import CheckpointError
-from titan.log import log
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -36,14 +36,8 @@ def _cells(tensor: StoredTensor) -> list[Box]:
 
 def test_cells_of_an_uneven_grid() -> None:
     tensor = StoredTensor(torch.float32, torch.Size([5, 4]), (np.array([0, 3]), np.array([0, 1, 2])), 0)
-    wanted = [
-        ((0, 0), (3, 1)),
-        ((0, 1), (3, 1)),
-        ((0, 2), (3, 2)),
-        ((3, 0), (2, 1)),
-        ((3, 1), (2, 1)),
-        ((3, 2), (2, 2)),
-    ]
+    rows, columns = ((0, 3), (3, 2)), ((0, 1), (1, 1), (2, 2))
+    wanted = [((row, column), (long, wide)) for row, long in rows for column, wide in columns]
     assert _cells(tensor) == list(tensor.cells()) == wanted
 
 
@@ -77,13 +71,8 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
         for rank in range(8)
     ]
     made = plan.make(tables)
-    written = [
-        Written(
-            {f"__{rank}_0.distcp": FileEntry(1000, "")},
-            np.array([(0, 100 * int(i), 100) for i in chosen]).reshape(-1, 3),
-        )
-        for rank, chosen in enumerate(made.chosen)
-    ]
+    places = [np.array([(0, 100 * int(i), 100) for i in chosen]).reshape(-1, 3) for chosen in made.chosen]
+    written = [Written({f"__{rank}_0.distcp": FileEntry(1000, "")}, each) for rank, each in enumerate(places)]
     found = made.index(written)
     index.check(found, {f"__{rank}_0.distcp": 1000 for rank in range(8)})
     assert {name: tensor.chunks for name, tensor in found.tensors.items()} == {
@@ -102,10 +91,7 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
 
 
 def test_a_rank_without_a_share_writes_nothing() -> None:
-    tables = [
-        _table(("model.a", "torch.float32", [1], ((0,), (1,)))),
-        _table(("model.a", "torch.float32", [1], ((1,), (0,)))),
-    ]
+    tables = [_table(("model.a", "torch.float32", [1], box)) for box in (((0,), (1,)), ((1,), (0,)))]
     assert [chosen.tolist() for chosen in plan.make(tables).chosen] == [[0], []]
 
 
@@ -149,18 +135,17 @@ def test_metadata_of_many_chunks_is_written_by_another_process(tmp_path: Path, m
 
 
 def test_metadata_that_another_process_cannot_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]
 ) -> None:
     path = mutations.save(tmp_path)
     where, written = stored(path), (path / ".metadata").read_bytes()
     (path / ".metadata").unlink()
     (path / "titan.index").write_bytes(b"")
     monkeypatch.setattr(metadata, "ASIDE", 0)
-    log.addHandler(caplog.handler)
     metadata.write(path, where)
-    log.removeHandler(caplog.handler)
     assert (path / ".metadata").read_bytes() == written
-    assert "titan.index is not a valid index" in caplog.text and "; this one writes it" in caplog.text
+    [said] = told()
+    assert "titan.index is not a valid index" in said and "; this one writes it" in said
 
 
 def test_the_process_that_writes_metadata_hears_no_signal_and_ends_with_its_parent(

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import checkpointer_of, made, steps_in
+from tests.checkpoints import checkpointer_of, made, names_in, raising, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
-from titan.errors import (
-    EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    CheckpointError,
-    ConfigError,
-    FolderError,
-    UnreadableError,
-)
+from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
+
+
+def save(folder: Path, *steps: int) -> None:
+    parts, optimizer = made()
+    for step in steps:
+        checkpointer_of(folder).save(step, parts, optimizer, {})
 
 
 def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
@@ -34,9 +33,7 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     assert checkpointer.find("never") is None
     with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
         checkpointer.find("required")
-    parts, optimizer = made()
-    checkpointer.save(1, parts, optimizer, {})
-    checkpointer.save(2, parts, optimizer, {})
+    save(folder, 1, 2)
     (folder / "step-00000003.tmp").mkdir()
     assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
     assert not (folder / "step-00000003.tmp").exists()
@@ -44,8 +41,7 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     assert checkpointer.find("never") is None
     assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
     aside = f"ignores {folder / 'step-00000002'}, the newest checkpoint of this run"
-    path = str(folder / "step-00000001")
-    assert told() == [f"checkpoint.resume = 'never' {aside}", f"checkpoint.resume = {path!r} {aside}"]
+    assert told() == [f"checkpoint.resume = {how!r} {aside}" for how in ("never", str(folder / "step-00000001"))]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
 
@@ -70,9 +66,8 @@ def test_the_newest_is_not_given_up_for_a_read_that_fails(
     name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that a machine does not give for now may be sound; one of another content is damaged."""
-    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path), made()
-    for step in (1, 2):
-        checkpointer.save(step, parts, optimizer, {})
+    save(tmp_path, 1, 2)
+    checkpointer = checkpointer_of(tmp_path)
     doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
 
     def fail(self: Path, *args: Any, **named: Any) -> Any:
@@ -83,33 +78,28 @@ def test_the_newest_is_not_given_up_for_a_read_that_fails(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, call, fail)
-        with pytest.raises(
-            CheckpointError, match=rf"{name} cannot be read: Input/output error; the file may be intact"
-        ):
+        intact = f"{name} cannot be read: Input/output error; the file may be intact"
+        with pytest.raises(CheckpointError, match=intact):
             checkpointer.find("auto")
         left.append(1)
         if name == "state.json" and call == "open":
             with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
-                checkpointer.save(3, parts, optimizer, {})
+                checkpointer.save(3, *made(), {})
     assert checkpointer.find("auto") == tmp_path / "step-00000002"
     doomed.write_bytes(doomed.read_bytes()[::-1])
     assert checkpointer.find("auto") == tmp_path / "step-00000001"
 
 
 def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
-    parts, optimizer = made()
-    for step in (900, 1000):
-        checkpointer_of(tmp_path).save(step, parts, optimizer, {})
+    save(tmp_path, 900, 1000)
     again = checkpointer_of(tmp_path, keep=2)
     assert again.find("never") is None
-    again.save(10, parts, optimizer, {})
+    again.save(10, *made(), {})
     assert steps_in(tmp_path) == [10, 1000]
     assert again.find("auto") == tmp_path / "step-00000010"
 
 
 def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.checkpoint import storage
-
     write = storage.write
 
     def lose(path: Path, *args: Any) -> Any:
@@ -124,18 +114,11 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.checkpoint import storage
+    def leave(_: Path) -> None:  # it dies after this, before the outcome is agreed on
+        lost = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
+        monkeypatch.setattr(Ranks, "gather", raising(lost))
 
-    def full(*_: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
-
-    def leave(_: Path) -> None:
-        monkeypatch.setattr(Ranks, "gather", lose)  # it dies after this, before the outcome is agreed on
-
-    def lose(*_: Any) -> Any:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
-
-    monkeypatch.setattr(storage, "write", full)
+    monkeypatch.setattr(storage, "write", raising(OSError(errno.EIO, "Input/output error")))
     monkeypatch.setattr(folders, "complete", leave)
     with pytest.raises(CheckpointError) as error:
         checkpointer_of(tmp_path).save(1, *made(), {})
@@ -147,13 +130,8 @@ def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monke
 
 
 def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.checkpoint import storage
-
-    def fail(*_: Any) -> Any:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(storage, "write", fail)
-    monkeypatch.setattr(folders, "complete", fail)
+    for owner, name in ((storage, "write"), (folders, "complete")):
+        monkeypatch.setattr(owner, name, raising(OSError(errno.ESTALE, "Stale file handle")))
     stale = r"rank 0: \[Errno 116\] Stale file handle"
     with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
         checkpointer_of(tmp_path).save(1, *made(), {})
@@ -164,8 +142,7 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
     number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """zipfile says of a file that fails that it is no zip."""
-    parts, optimizer = made()
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
 
@@ -175,7 +152,7 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
 
     monkeypatch.setattr(storage.Path, "open", lambda path, *_: Failing(path))
     with pytest.raises(CheckpointError, match=rf"__0_0\.distcp cannot be read: {os.strerror(number)}") as failed:
-        checkpointer.load(path, parts, optimizer, {}, ())
+        checkpointer.load(path, *made(), {}, ())
     assert failed.value.exit_code == code
 
 
@@ -183,9 +160,7 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
 def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, optimizer = made()
-    for step in (1, 2):
-        checkpointer_of(tmp_path).save(step, parts, optimizer, {})
+    save(tmp_path, 1, 2)
     checkpointer, codes = checkpointer_of(tmp_path), [code, EXIT_WRONG_INPUT]
 
     def fail(_: Path) -> None:
@@ -199,8 +174,7 @@ def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
 
 @pytest.mark.parametrize("lost_at", [1, 2, 3])
 def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
-    parts, optimizer = made()
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    save(tmp_path, 1)
     (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
     asked = []
 
@@ -212,10 +186,9 @@ def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost
 
     checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
     with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: taken over by another run$") as failed:
-        checkpointer.save(2, parts, optimizer, {})
+        checkpointer.save(2, *made(), {})
     assert failed.value.exit_code == EXIT_WRONG_INPUT
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
+    assert {*names_in(tmp_path)} - {"step-00000002.tmp"} == {"step-00000001", "step-00000009.tmp"}
     assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)
     with pytest.raises(CheckpointError, match="taken over by another run"):
         checkpointer.find("auto")
@@ -225,11 +198,8 @@ def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost
 def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
     tmp_path: Path, told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise UnreadableError("step-00000001/state.json cannot be read")
-
-    monkeypatch.setattr(folders, "retain", fail)
-    checkpointer_of(tmp_path).save(1, *made(), {})
+    monkeypatch.setattr(folders, "retain", raising(UnreadableError("step-00000001/state.json cannot be read")))
+    save(tmp_path, 1)
     assert steps_in(tmp_path) == [1]
     assert told() == ["an old checkpoint could not be removed: step-00000001/state.json cannot be read"]
 
@@ -295,10 +265,9 @@ def test_a_gpu_with_room_goes_on_while_a_clone_of_its_state_is_copied(free: int,
 
 
 def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
-    state = [torch.ones(100)]  # 400 bytes
     gpu = _Gpu(600, lambda: None)
     aside = Aside(torch.device("cpu"), gpu)
-    pairs = [(torch.zeros_like(tensor), tensor) for tensor in state]
+    pairs = [(torch.zeros(100), torch.ones(100))]  # 400 bytes
     aside.copy(pairs)()
     gpu.free, gpu.cached, gpu.asked = 200, 400, []  # freed, but PyTorch keeps it
     aside.copy(pairs)
@@ -310,7 +279,7 @@ def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
 
 def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
-    checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=True, rank=0, world_size=1)
+    checkpointer = checkpointer_of(tmp_path, asynchronous=True)
     copy = checkpointer._staging.copy
 
     def late(snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:

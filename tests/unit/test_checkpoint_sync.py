@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import mutations
-from tests.checkpoints import checkpointer_of, made
+from tests.checkpoints import checkpointer_of, made, raising
 from titan.checkpoint import storage
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
 from titan.errors import CheckpointError
@@ -55,11 +55,8 @@ def test_a_data_file_has_the_hash_of_its_bytes(aside: int, tmp_path: Path, monke
 def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells an error of writing back to one sync alone: that at the end of the file would succeed."""
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(storage, "SYNCED_EARLY", 1)
-    monkeypatch.setattr(storage, "_sync_data", full)
+    monkeypatch.setattr(storage, "_sync_data", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(CheckpointError, match="disk full while saving step 1"):
         checkpointer_of(tmp_path).save(1, *made(), {})
     assert list(tmp_path.iterdir()) == []

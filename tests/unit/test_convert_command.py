@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.huggingface import loaded, plugin, write
+from tests.checkpoints import names_in, raising
+from tests.huggingface import convert, converting, loaded, plugin, write
 from titan import cli
 from titan.checkpoint.disk import tensor_files
 from titan.contracts.plugin import registry
@@ -16,23 +17,11 @@ from titan.inference.load_model import open_job
 
 
 def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "convert",
-        "--from",
-        str(folder),
-        "--output",
-        str(folder.parent),
-        "--format",
-        "hf",
-        "--tokenizer.name",
-        "byte",
-    ]
-    assert cli.main(words) == 2
+    assert cli.main(converting(folder, folder.parent)) == 2
     assert f"{folder.parent} is not empty; name a new folder" in capsys.readouterr().err
-    assert [path.name for path in folder.parent.iterdir()] == ["llama"]
+    assert names_in(folder.parent) == ["llama"]
     (folder.parent / "new.tmp").mkdir()
-    words[words.index("--output") + 1] = str(folder.parent / "new")
-    assert cli.main(words) == 2
+    assert cli.main(converting(folder, folder.parent / "new")) == 2
     assert f"{folder.parent / 'new.tmp'} exists already; if an earlier conversion left" in capsys.readouterr().err
 
 
@@ -56,28 +45,25 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
     (above / "file").write_text("mine")
     (above / "circle").symlink_to("circle")
     monkeypatch.chdir(above / "empty")
-    words = ["convert", "--from", str(folder), "--output", to, "--format", "hf", "--tokenizer.name", "byte"]
-    assert cli.main(words) == 2
+    assert cli.main(converting(folder, to)) == 2
     assert said.format(here=above / "empty", above=above) in capsys.readouterr().err
     assert not list((above / "empty").iterdir()) and (above / "file").read_text() == "mine"
-    assert sorted(path.name for path in above.iterdir()) == ["circle", "empty", "file", "llama"]
+    assert names_in(above) == ["circle", "empty", "file", "llama"]
 
 
 def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
     above = folder.parent
     (above / "disk" / "empty").mkdir(parents=True)
     (above / "link").symlink_to("disk/empty")
-    words = ["--from", str(folder), "--output", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
-    assert cli.main(["convert", *words]) == 0
+    convert(folder, above / "link", "hf")
     assert (above / "link").is_symlink() and (above / "disk" / "empty" / "config.json").exists()
 
 
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
+    monkeypatch.setattr(tensor_files.Stored, "read", raising(CheckpointError("gone")))
     for form in ("hf", "dcp"):
-        words = ["--from", str(folder), "--output", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
-        assert cli.main(["convert", *words]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+        assert cli.main(converting(folder, tmp_path / "new", form)) == 2
+    assert names_in(tmp_path) == ["llama"]
 
 
 def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
@@ -88,17 +74,15 @@ def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
-    words = ["convert", "--from", str(folder), "--output", str(folder.parent / "new"), "--format", "hf"]
+    words = converting(folder, folder.parent / "new", tokenizer="")
     assert cli.main(words) == 0
     assert json.loads((folder.parent / "new" / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
     assert cli.main(words) == 2
     assert f"{folder} holds no tokenizer that a plugin can read; name one with --tok" in capsys.readouterr().err
     assert cli.main([*words, "--tokenizer.name", "bpe"]) == 2
-    assert (
-        "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, but the model's vocab_size is 257"
-        in capsys.readouterr().err
-    )
+    told = "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, but the model's vocab_size is 257"
+    assert told in capsys.readouterr().err
 
 
 MINE = '''"""A llama by another name."""
@@ -128,12 +112,11 @@ def test_a_plugin_from_outside_reads_its_folders(
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
-    words = ["--from", str(folder), "--output", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
-    assert cli.main(["convert", *words]) == 2
+    assert cli.main(converting(folder, tmp_path / "dcp", "dcp")) == 2
     assert "no model plugin supports model_type 'mine'" in capsys.readouterr().err
     (tmp_path / "mine.py").write_text(MINE)
     path = ["--plugins.path", str(tmp_path / "mine.py")]
-    assert cli.main(["convert", *words, *path]) == 0
+    convert(folder, tmp_path / "dcp", "dcp", *path)
     held = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     for source in (folder, tmp_path / "dcp"):
         where, job = open_job(source, [*path, "--tokenizer.name", "byte"], 1)
@@ -142,6 +125,5 @@ def test_a_plugin_from_outside_reads_its_folders(
 
 
 def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--from", str(tmp_path / "no"), "--output", str(tmp_path / "new"), "--format", "hf"]
-    assert cli.main(["convert", *words]) == 2
+    assert cli.main(converting(tmp_path / "no", tmp_path / "new", tokenizer="")) == 2
     assert f"--from = '{tmp_path / 'no'}': no such folder" in capsys.readouterr().err

@@ -1,9 +1,10 @@
 """Weights in and out of Hugging Face folders: nothing lost, nothing made up."""
 
 import json
+import re
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.huggingface import LLAMA, SCALED, SMALL, convert, loaded, model_of, plugin, tensors, write
+from tests.huggingface import LLAMA, SCALED, SMALL, Drawn, convert, loaded, model_of, plugin, tensors, write
 from titan import cli
 from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.disk import tensor_files
-from titan.contracts import HfTensor
+from titan.contracts import HfTensor, Model
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
 from titan.plugins.models.gpt import Gpt
 
-Spoil = Callable[[dict[str, Tensor]], None]
 GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
 
 
@@ -63,7 +63,14 @@ def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: t
     saved = conversion.open_weights(tmp_path / "second" / "step-00000000", model)
     for key, tensor in drawn.tensors.items():
         assert torch.equal(saved.read(key), tensor), key
-        assert torch.equal(dict(loaded(tmp_path / "again").named_parameters())[key], tensor.float()), key
+    assert_loads(tmp_path / "again", drawn)
+
+
+def assert_loads(folder: Path, drawn: Drawn, model: Model | None = None) -> None:
+    found = dict(loaded(folder, model).named_parameters())
+    assert found.keys() == drawn.tensors.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, drawn.tensors[name].float()), name
 
 
 def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,8 +89,7 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with safe_open(tmp_path / "small" / file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert opened.get_slice(name).get_dtype() == "BF16"
-            alone = len(opened.keys()) == 1
-        assert alone or (tmp_path / "small" / file).stat().st_size < 10_000 + 2_000
+            assert len(opened.keys()) == 1 or (tmp_path / "small" / file).stat().st_size < 10_000 + 2_000
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and config["eos_token_id"] == 256
 
@@ -128,8 +134,7 @@ def test_heads_may_be_interleaved(tmp_path: Path) -> None:
             rows = slice(start, stop)
             assert torch.equal(weights.read(f"layers.1.attn.{name}.weight", (rows, slice(2, 5))), own[rows, 2:5])
             assert torch.equal(weights.read(f"layers.1.attn.{name}.bias", (rows,)), own_bias[rows])
-    for name, parameter in loaded(tmp_path, model).named_parameters():
-        assert torch.equal(parameter, drawn.tensors[name]), name
+    assert_loads(tmp_path, drawn, model)
 
 
 def test_groups_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,65 +147,50 @@ def test_groups_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_hub_s_first_gpt2_is_read(tmp_path: Path) -> None:
     """Its names lack the model's, its buffers are there, its head is not."""
     model = plugin("gpt")
-    drawn = write(tmp_path / "gpt", model)
-    held = tensors(tmp_path / "gpt")
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
+    drawn = write(tmp_path, model)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors(tmp_path).items()}
     for layer in range(2):
         bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64)
         bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file(bare, tmp_path / "gpt" / tensor_files.SINGLE)
-    for name, parameter in loaded(tmp_path / "gpt", model).named_parameters():
-        assert torch.equal(parameter, drawn.tensors[name]), name
+    save_file(bare, tmp_path / tensor_files.SINGLE)
+    assert_loads(tmp_path, drawn, model)
 
 
 def test_a_tied_head_may_stand_there_again(tmp_path: Path) -> None:
-    model = plugin("llama", tied=True)
-    write(tmp_path / "hf", model)
-    held = tensors(tmp_path / "hf")
+    drawn, held = write(tmp_path, plugin("llama", tied=True)), tensors(tmp_path)
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
-    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
-    assert torch.equal(loaded(tmp_path / "hf", model).output.weight, held["lm_head.weight"])
+    save_file(held, tmp_path / tensor_files.SINGLE)
+    assert_loads(tmp_path, drawn)
     held["lm_head.weight"][100, 3] += 1
-    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
+    save_file(held, tmp_path / tensor_files.SINGLE)
     with pytest.raises(CheckpointError, match=r"lm_head.weight and \S+ differ, but the model ties them"):
-        loaded(tmp_path / "hf", model)
-
-
-def respoil(folder: Path, spoil: Spoil) -> dict[str, Tensor]:
-    """Change the tensors of a folder with one file; what it holds then."""
-    held = tensors(folder)
-    spoil(held)
-    save_file(held, folder / tensor_files.SINGLE)
-    return held
-
-
-def lacks_some(held: dict[str, Tensor]) -> None:
-    for name in [name for name in held if "mlp" in name or "self_attn" in name]:
-        del held[name]
-
-
-def rename(held: dict[str, Tensor]) -> None:
-    held["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
-    held["model.norm.weight"] = held["model.norm.weight"][:7].clone()
-
-
-def quantise(held: dict[str, Tensor]) -> None:
-    held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("of_stacks", "lost", "changed", "told"),
     [
-        (lacks_some, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
-        (rename, r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
-                 r"\(\[7\] there, \[16\] here\)"),
-        (quantise, r"no plain floating-point numbers in lm_head.weight \(I8\)"),
+        (False, r"mlp|self_attn", {}, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
+        (False, None, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(16), "model.norm.weight": torch.zeros(7)},
+         r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
+         r"\(\[7\] there, \[16\] here\)"),
+        (False, None, {"lm_head.weight": torch.zeros(257, 16, dtype=torch.int8)},
+         r"no plain floating-point numbers in lm_head.weight \(I8\)"),
+        (True, r"0\.mlp\.2|1\.mlp\.0", {}, r"it lacks model\.layers\.\S+, model\.layers\.\d\.mlp\.\d$"),
+        (True, None, {"model.layers.0.mlp.3": torch.zeros(16, 16)}, r"the model lacks model\.layers\.0\.mlp\.3"),
+        (True, None, {"model.layers.1.mlp.1": torch.zeros(9, 16)},
+         r"shapes differ in model\.layers\.1\.mlp\.1 \(\[9, 16\] there, \[16, 16\] here\)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told(spoil: Spoil, told: str, folder: Path) -> None:
-    respoil(folder, spoil)
+def test_what_does_not_fit_is_told(
+    of_stacks: bool, lost: str | None, changed: dict[str, Tensor], told: str, stacked: Any, tmp_path: Path
+) -> None:
+    model = stacked if of_stacks else plugin("llama")
+    write(tmp_path, model)
+    held = {name: tensor for name, tensor in tensors(tmp_path).items() if not (lost and re.search(lost, name))}
+    save_file(held | changed, tmp_path / tensor_files.SINGLE)
     with pytest.raises(CheckpointError, match=f"does not fit the model: {told}"):
-        loaded(folder)
+        loaded(tmp_path, model)
 
 
 PARTIAL = "rope_parameters partial_rotary_factor = 0.5: this model supports only 1"
@@ -263,38 +253,33 @@ def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], 
 
 
 def test_defaults_of_transformers() -> None:
-    sizes = {**LLAMA, "model_type": "llama"}
-    del sizes["rms_norm_eps"]
-    assert plugin("llama").from_hf(sizes) == {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64,
-        "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
+    sizes = {**{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "model_type": "llama"}
+    read = {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
+        "norm_eps": 1e-6, "rope_theta": 10000.0,
     }  # fmt: skip
+    assert plugin("llama").from_hf(sizes) == {**read, "n_kv_heads": 4}
     new = {**sizes, "rope_theta": 1.0, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
     old = {**sizes, "rope_theta": 5e5, "rope_scaling": {**SCALED, "type": "ignored"}}
     assert plugin("llama").from_hf(new) == plugin("llama").from_hf(old)
-    assert plugin("qwen3").from_hf({**sizes, "model_type": "qwen3", "num_attention_heads": 64}) == {
-        "n_layers": 2, "dim": 32, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128, "ffn_dim": 48, "vocab_size": 257,
-        "max_seq_len": 64, "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
-    }  # fmt: skip
-    assert plugin("olmo2").from_hf({**sizes, "model_type": "olmo2"}) == {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64,
-        "tied": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
-    }  # fmt: skip
+    found = plugin("qwen3").from_hf({**sizes, "model_type": "qwen3", "num_attention_heads": 64})
+    assert found == {**read, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128}
+    found = plugin("olmo2").from_hf({**sizes, "model_type": "olmo2"})
+    assert found == {**read, "n_kv_heads": 4, "norm_eps": 1e-5}
     pythia = {**sizes, "model_type": "gpt_neox", "use_parallel_residual": False}
     old = plugin("neox").from_hf({**pythia, "rotary_emb_base": 500, "rotary_pct": 0.5})
     rope = {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}
     assert old == plugin("neox").from_hf({**pythia, "rope_parameters": rope}) == {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
-        "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5, "gelu_approximate": "none",
+        **read, "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5,
+        "gelu_approximate": "none",
     }  # fmt: skip
     assert old == plugin("neox").from_hf({**pythia, "rope_scaling": rope, "rotary_pct": 0.1})
     silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
     assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
     assert plugin("neox", n_kv_heads=2).hf_config() is None
     assert plugin("gemma").from_hf({**sizes, "model_type": "gemma2"}) == {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "head_dim": 256, "ffn_dim": 48, "vocab_size": 257,
-        "max_seq_len": 64, "sliding_window": 4096, "tied": True, "norm_eps": 1e-6, "rope_theta": 10000.0,
-        "query_scale": None, "attention_cap": 50.0, "logit_cap": 30.0,
+        **read, "n_kv_heads": 4, "head_dim": 256, "sliding_window": 4096, "tied": True, "query_scale": None,
+        "attention_cap": 50.0, "logit_cap": 30.0,
     }  # fmt: skip
     published = {"model_type": "bloom", "n_embed": 32, "num_attention_heads": 4, "n_layer": 2, "vocab_size": 257}
     assert plugin("bloom").from_hf(published) == {
@@ -459,17 +444,15 @@ def test_elements_of_a_stack_are_tensors_of_their_own(stacked: Any, tmp_path: Pa
         assert len({index[name] for name in names}) == 2  # one stack lies in several files
     convert(tmp_path / "hf", tmp_path / "dcp", "dcp", *GUESTS)
     convert(tmp_path / "dcp", tmp_path / "again", "hf", *GUESTS)
-    again, module = tensors(tmp_path / "again"), loaded(tmp_path / "again", stacked)
+    again = tensors(tmp_path / "again")
     assert again.keys() == held.keys() and all(torch.equal(again[name], tensor) for name, tensor in held.items())
-    for name, parameter in module.named_parameters():
-        assert torch.equal(parameter, drawn.tensors[name].float()), name
+    assert_loads(tmp_path / "again", drawn, stacked)
 
 
 def test_part_of_a_stack_reads_its_elements(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = write(tmp_path / "hf", stacked)
     weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.1.ffn.stack.weight"
-    read: list[str] = []
-    stored = tensor_files.Stored.read
+    read, stored = [], tensor_files.Stored.read
     monkeypatch.setattr(tensor_files.Stored, "read", lambda one, *given: read.append(one.name) or stored(one, *given))
     part = weights.read(name, [slice(1, 3), slice(2, 7), slice(0, 16)])
     assert torch.equal(part, drawn.tensors[name][1:3, 2:7])
@@ -478,50 +461,21 @@ def test_part_of_a_stack_reads_its_elements(stacked: Any, tmp_path: Path, monkey
 
 def test_a_stack_is_read_once_to_be_written(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "hf", stacked)
-    names: list[str] = []
-    read = huggingface.HfWeights.read
+    names, read = [], huggingface.HfWeights.read
     monkeypatch.setattr(huggingface.HfWeights, "read", lambda weights, name: names.append(name) or read(weights, name))
     convert(tmp_path / "hf", tmp_path / "again", "hf", *GUESTS)
     assert sorted(names) == sorted(huggingface.shapes_of(stacked))
 
 
 def test_elements_may_have_types_of_their_own(stacked: Any, tmp_path: Path) -> None:
-    drawn = write(tmp_path / "hf", stacked, torch.bfloat16)
-    held = tensors(tmp_path / "hf")
+    drawn, held = write(tmp_path, stacked, torch.bfloat16), tensors(tmp_path)
     held["model.layers.0.mlp.1"] = held["model.layers.0.mlp.1"].float() + 1e-4
-    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
-    weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.0.ffn.stack.weight"
+    save_file(held, tmp_path / tensor_files.SINGLE)
+    weights, name = huggingface.HfWeights(tmp_path, stacked), "layers.0.ffn.stack.weight"
     stack = weights.read(name)
     assert weights.dtype(name) is stack.dtype is torch.float32
     assert torch.equal(stack[1].T, held["model.layers.0.mlp.1"])
     assert torch.equal(stack[0], drawn.tensors[name][0].float())
-
-
-def _lacks_elements(held: dict[str, Tensor]) -> None:
-    del held["model.layers.0.mlp.2"], held["model.layers.1.mlp.0"]
-
-
-def _has_one_more(held: dict[str, Tensor]) -> None:
-    held["model.layers.0.mlp.3"] = held["model.layers.0.mlp.2"].clone()
-
-
-def _has_a_narrow_one(held: dict[str, Tensor]) -> None:
-    held["model.layers.1.mlp.1"] = held["model.layers.1.mlp.1"][:9].clone()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (_lacks_elements, r"it lacks model\.layers\.\S+, model\.layers\.\d\.mlp\.\d$"),
-        (_has_one_more, r"the model lacks model\.layers\.0\.mlp\.3"),
-        (_has_a_narrow_one, r"shapes differ in model\.layers\.1\.mlp\.1 \(\[9, 16\] there, \[16, 16\] here\)"),
-    ],
-)
-def test_elements_that_do_not_fit_are_told(spoil: Spoil, told: str, stacked: Any, tmp_path: Path) -> None:
-    write(tmp_path / "hf", stacked)
-    respoil(tmp_path / "hf", spoil)
-    with pytest.raises(CheckpointError, match=told):
-        loaded(tmp_path / "hf", stacked)
 
 
 @pytest.mark.parametrize(

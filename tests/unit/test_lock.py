@@ -8,23 +8,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from tests.checkpoints import names_in, raising
 from titan.errors import EXIT_WRONG_INPUT, FolderError
 from titan.ranks import folder_lock as locks
 from titan.ranks.folder_lock import FolderLock
+
+Slept = list[Callable[[], Any]]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @pytest.fixture(autouse=True)
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+def slept(monkeypatch: pytest.MonkeyPatch) -> Slept:
     """What happens at each look of a watch, which takes no time here; then nothing does. Hearts are still."""
-    happening: list[Callable[[], Any]] = []
+    happening: Slept = []
 
     def sleep(seconds: float) -> None:
         assert seconds == locks.LOOK_S
@@ -45,11 +49,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return words
 
 
-def elsewhere(folder: Path) -> FolderLock:
-    """As a process of another machine makes it, whose host has the name of this one."""
+def taken(folder: Path, **holder: str) -> FolderLock:
     lock = FolderLock(folder)
-    lock._me["machine"] = "another boot pid:[1]"
+    lock._me |= holder
+    lock.take()
     return lock
+
+
+def elsewhere(folder: Path) -> FolderLock:
+    """Taken by a process of another machine, whose host has the name of this one."""
+    return taken(folder, machine="another boot pid:[1]")
 
 
 def held(folder: Path) -> dict[str, Any]:
@@ -63,19 +72,11 @@ def left_by(folder: Path, /, **holder: Any) -> None:
     assert lock._claim(lock._content())
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-# --- this machine ---------------------------------------------------------------------------------------------------
-
-
 def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "44")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "41")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    first, second = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "run")
-    first.take()
+    first, second = taken(tmp_path / "run"), FolderLock(tmp_path / "run")
     there = (tmp_path / "run" / "lock.json").read_bytes()
     with pytest.raises(FolderError) as refused:
         second.take()
@@ -87,9 +88,9 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeyp
     assert refused.value.exit_code == EXIT_WRONG_INPUT
     second.check()
     second.release()
-    assert (tmp_path / "run" / "lock.json").read_bytes() == there and names(tmp_path / "run") == ["lock.json"]
+    assert (tmp_path / "run" / "lock.json").read_bytes() == there and names_in(tmp_path / "run") == ["lock.json"]
     first.release()
-    assert names(tmp_path / "run") == []
+    assert names_in(tmp_path / "run") == []
     second.take()
     second.check()
     second.release()
@@ -97,22 +98,19 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeyp
 
 
 @linux
-def test_a_dead_process_is_taken_over_at_once(
-    tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
-) -> None:  # fmt: skip
+def test_a_dead_process_is_taken_over_at_once(tmp_path: Path, told: list[str], slept: Slept) -> None:
     slept.append(lambda: pytest.fail("nobody is waited for"))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     started = locks._process(gone.pid)
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     for pid, process in ((gone.pid, started), (os.getpid(), "1")):  # a zombie; a number that was given again
         left_by(tmp_path, pid=pid, process=process)
-        lock = FolderLock(tmp_path)
-        lock.take()
+        lock = taken(tmp_path)
         assert held(tmp_path)["token"] == lock._me["token"]
         lock.release()
     gone.wait()
     left_by(tmp_path, pid=gone.pid, process=started)
-    FolderLock(tmp_path).take()
+    taken(tmp_path)
     assert len(told) == 3 and told[0].startswith(f"{tmp_path / 'lock.json'} was left by host ")
     assert told[0].endswith(", which has ended; taking the lock over") and f"pid {gone.pid}" in told[0]
 
@@ -124,14 +122,8 @@ def test_a_process_that_cannot_be_seen_is_watched(tmp_path: Path, monkeypatch: p
     assert locks._is_alive(held(tmp_path)) is None
 
 
-# --- another machine ------------------------------------------------------------------------------------------------
-
-
-def test_one_elsewhere_that_counts_is_alive(
-    tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
-) -> None:  # fmt: skip
+def test_one_elsewhere_that_counts_is_alive(tmp_path: Path, told: list[str], slept: Slept) -> None:
     there = elsewhere(tmp_path)
-    there.take()
     slept += [lambda: None] * 30 + [there.check]
     with pytest.raises(FolderError, match="is in use by another run: host"):
         FolderLock(tmp_path).take()
@@ -141,51 +133,30 @@ def test_one_elsewhere_that_counts_is_alive(
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00" * 300, b'{"pid": 1', b"[]", b'{"token": 3, "pid": "x"}'])
 def test_one_elsewhere_or_unknown_that_does_not_count_is_dead(
-    tmp_path: Path, content: bytes | None, told: list[str], slept: list[Callable[[], Any]]
+    tmp_path: Path, content: bytes | None, told: list[str], slept: Slept
 ) -> None:
-    elsewhere(tmp_path).take()
+    elsewhere(tmp_path)
     if content is not None:
         (tmp_path / "lock.json").write_bytes(content)
     slept += [lambda: None] * 45
-    lock = FolderLock(tmp_path)
-    lock.take()
+    lock = taken(tmp_path)
     assert slept == [] and "waiting 45 s" in told[0] and "which has ended; taking the lock over" in told[1]
     lock.check()
 
 
-def test_a_lock_that_is_let_go_of_while_it_is_watched_is_taken(
-    tmp_path: Path, slept: list[Callable[[], Any]]
-) -> None:  # fmt: skip
-    there = elsewhere(tmp_path)
-    there.take()
-    slept.append(there.release)
-    lock = FolderLock(tmp_path)
-    lock.take()
-    lock.check()
-
-
-def test_a_file_system_that_hangs_is_no_sign_of_death(tmp_path: Path, slept: list[Callable[[], Any]]) -> None:
-    there, clock = elsewhere(tmp_path), [0.0]
-    there.take()
-    slept += [lambda: clock.append(1e6), there.check]  # no clock is asked how long it was
-    with pytest.raises(FolderError):
-        FolderLock(tmp_path).take()
-
-
-# --- a copy of the folder of a run ------------------------------------------------------------------------------------
+def test_a_lock_that_is_let_go_of_while_it_is_watched_is_taken(tmp_path: Path, slept: Slept) -> None:
+    slept.append(elsewhere(tmp_path).release)
+    taken(tmp_path).check()
 
 
 @linux
 @pytest.mark.parametrize("links", [False, True])
-def test_a_copy_of_a_live_run_is_free_at_once(
-    links: bool, tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
-) -> None:
+def test_a_copy_of_a_live_run_is_free_at_once(links: bool, tmp_path: Path, told: list[str], slept: Slept) -> None:
     """`cp -r`, and `cp -al`, whose lock is the very file of the original."""
     slept.append(lambda: pytest.fail("nobody is waited for"))
-    first, copy = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "copy")
-    first.take()
+    first = taken(tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link if links else shutil.copy2)
-    copy.take()
+    copy = taken(tmp_path / "copy")
     assert told == [
         f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, the folder of "
         f"{locks._words(first._me)}; taking the lock over"
@@ -194,30 +165,27 @@ def test_a_copy_of_a_live_run_is_free_at_once(
         lock.check()
         assert held(lock.folder)["folder"] == str(lock.folder)
     copy.release()
-    assert names(tmp_path / "run") == ["lock.json"] and names(tmp_path / "copy") == []
+    assert names_in(tmp_path / "run") == ["lock.json"] and names_in(tmp_path / "copy") == []
 
 
 @linux
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_copy_whose_original_is_not_seen_is_watched(
-    kept: bool, tmp_path: Path, slept: list[Callable[[], Any]]
-) -> None:
+def test_a_copy_whose_original_is_not_seen_is_watched(kept: bool, tmp_path: Path, slept: Slept) -> None:
     """The named folder is gone, or another run's by now; a lock that is renewed is of a run that sees this folder."""
     left_by(tmp_path, folder=str(tmp_path / "original"))
     if kept:
         (tmp_path / "original").mkdir()
         left_by(tmp_path / "original")
     slept += [lambda: None] * 45
-    FolderLock(tmp_path).take()
+    taken(tmp_path)
     assert slept == []
 
 
 @linux
 def test_a_probe_that_another_start_sweeps_tells_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[Callable[[], Any]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
-    first, second = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "again")
-    first.take()
+    first, second = taken(tmp_path / "run"), FolderLock(tmp_path / "again")
     (tmp_path / "again").symlink_to("run")
     second._me["folder"] = str(tmp_path / "again")  # as where it is mounted twice
     monkeypatch.setattr(Path, "touch", lambda *_: None)
@@ -229,7 +197,7 @@ def test_a_probe_that_another_start_sweeps_tells_nothing(
 
 @linux
 def test_one_folder_by_two_names_is_in_use(tmp_path: Path) -> None:
-    FolderLock(tmp_path).take()
+    taken(tmp_path)
     (tmp_path / "again").symlink_to(tmp_path)
     with pytest.raises(FolderError, match="is in use by another run"):
         FolderLock(tmp_path / "again").take()
@@ -237,9 +205,6 @@ def test_one_folder_by_two_names_is_in_use(tmp_path: Path) -> None:
     (tmp_path / "lock.json").write_text(json.dumps(moved))
     with pytest.raises(FolderError, match="is in use by another run"):
         FolderLock(tmp_path).take()
-
-
-# --- two takers, a holder that comes back ---------------------------------------------------------------------------
 
 
 def test_of_two_takers_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +222,7 @@ def test_of_two_takers_one_takes_over(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(FolderError):
         second.take()
     first.check()
-    assert names(tmp_path) == ["lock.json"] and held(tmp_path)["token"] == first._me["token"]
+    assert names_in(tmp_path) == ["lock.json"] and held(tmp_path)["token"] == first._me["token"]
 
 
 def test_of_many_takers_one_takes_over(tmp_path: Path) -> None:
@@ -266,12 +231,8 @@ def test_of_many_takers_one_takes_over(tmp_path: Path) -> None:
         won: list[FolderLock] = []
 
         def take(won: list[FolderLock] = won) -> None:
-            lock = FolderLock(tmp_path)
-            try:
-                lock.take()
-            except FolderError:
-                return
-            won.append(lock)
+            with suppress(FolderError):
+                won.append(taken(tmp_path))
 
         takers = [Thread(target=take) for _ in range(6)]
         for taker in takers:
@@ -287,21 +248,22 @@ def test_of_many_takers_one_takes_over(tmp_path: Path) -> None:
                 lock.release()
         assert len(sure) == 1, "who was overtaken learns it before it writes"
         sure[0].release()
-        assert names(tmp_path) == []
+        assert names_in(tmp_path) == []
 
 
-def test_a_holder_that_was_taken_over_stops_and_leaves_its_successor_alone(tmp_path: Path) -> None:
-    suspended = elsewhere(tmp_path)
-    suspended.take()
-    successor = FolderLock(tmp_path)
-    successor.take()
+def test_a_holder_that_was_taken_over_stops_and_leaves_its_successor_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended, successor = elsewhere(tmp_path), taken(tmp_path)
     suspended.check_known()
     for _ in range(2):
         with pytest.raises(FolderError, match="is held by another run now, which took this one for dead: host"):
             suspended.check()
     with pytest.raises(FolderError):
         suspended.check_known()
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("moved the lock of another"))
     suspended.release()
+    FolderLock(tmp_path)._set_aside(lambda content: False)
     successor.check()
 
 
@@ -310,8 +272,7 @@ def test_one_that_wakes_up_before_it_is_set_aside_stays(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, lock = elsewhere(tmp_path), FolderLock(tmp_path)
-    there.take()
-    judged, rename, aside = lock._is_dead, Path.rename, lock._set_aside
+    judged, rename, aside, alive = lock._is_dead, Path.rename, lock._set_aside, raising(FolderError("alive"))
 
     def slow(found: bytes) -> bool:
         dead = judged(found)
@@ -324,9 +285,6 @@ def test_one_that_wakes_up_before_it_is_set_aside_stays(
             there.check()
         return rename(self, target)
 
-    def alive(found: bytes) -> bool:
-        raise FolderError("alive")
-
     monkeypatch.setattr(lock, "_is_dead", slow)
     monkeypatch.setattr(Path, "rename", late)
     monkeypatch.setattr(locks, "WATCH_S", 3.0)
@@ -334,39 +292,26 @@ def test_one_that_wakes_up_before_it_is_set_aside_stays(
     with pytest.raises(FolderError, match="alive"):
         lock.take()
     there.check()
-    assert names(tmp_path) == ["lock.json"]
+    assert names_in(tmp_path) == ["lock.json"]
 
 
 def test_one_that_was_suspended_does_not_come_back_after_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor has let go of the folder; what it has saved is newer than all that this run knows."""
-    suspended, now = elsewhere(tmp_path), [time.monotonic()]
+    now = [time.monotonic()]
     monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
-    suspended.take()
+    suspended = elsewhere(tmp_path)
     now.append(now.pop() + 30)
     (tmp_path / "lock.json").unlink()
     suspended.check()  # nobody gives a holder up so soon
-    successor = FolderLock(tmp_path)
-    successor.take()
-    successor.release()
+    taken(tmp_path).release()
     now.append(now.pop() + 46)
     for _ in range(2):
         with pytest.raises(FolderError, match="may have been another run's: its lock is gone, last renewed 46 s ago"):
             suspended.check()
     suspended.release()
-    assert names(tmp_path) == []
-
-
-def test_a_run_that_has_lost_its_folder_leaves_the_lock_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, successor = elsewhere(tmp_path), FolderLock(tmp_path)
-    lost.take()
-    successor.take()
-    with pytest.raises(FolderError):
-        lost.check()
-    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("moved the lock of another"))
-    lost.release()
-    elsewhere(tmp_path)._set_aside(lambda content: False)
+    assert names_in(tmp_path) == []
 
 
 def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, told: list[str]) -> None:
@@ -378,10 +323,9 @@ def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, tol
     (tmp_path / "lock.json.00000001").write_bytes(FolderLock(tmp_path)._content())
     (tmp_path / "lock.json.00000002").mkdir()
     (tmp_path / "lock.json.00000003").touch()
-    lock = FolderLock(tmp_path)
-    lock.take()
+    lock = taken(tmp_path)
     lock.check()
-    assert names(tmp_path) == ["lock.json", "lock.json.00000001", "lock.json.00000002", "lock.json.bak"]
+    assert names_in(tmp_path) == ["lock.json", "lock.json.00000001", "lock.json.00000002", "lock.json.bak"]
     assert [line for line in told if "cannot be removed" in line] == [
         f"the stale file {tmp_path / 'lock.json.00000002'} cannot be removed: Is a directory"
     ]
@@ -389,14 +333,11 @@ def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, tol
 
 
 def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    lock.take()
-    (tmp_path / "lock.json").unlink()
-    lock.check()
-    assert held(tmp_path)["token"] == lock._me["token"]
-    (tmp_path / "lock.json").write_bytes(b"")
-    lock.check()
-    assert held(tmp_path)["token"] == lock._me["token"]
+    lock = taken(tmp_path)
+    for lose in (Path.unlink, lambda path: path.write_bytes(b"")):
+        lose(tmp_path / "lock.json")
+        lock.check()
+        assert held(tmp_path)["token"] == lock._me["token"]
 
 
 @pytest.mark.parametrize("make", [
@@ -406,31 +347,23 @@ def test_what_is_no_file_is_refused(make: Callable[[Path], object], tmp_path: Pa
     make(tmp_path / "lock.json")
     with pytest.raises(FolderError, match=r"lock\.json is not a file, so it cannot be the lock of a run; remove it"):
         FolderLock(tmp_path).take()
-    assert names(tmp_path) == ["lock.json"]
+    assert names_in(tmp_path) == ["lock.json"]
 
 
 def test_a_folder_that_was_removed_is_said(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "run")
-    lock.take()
+    lock = taken(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(FolderError, match="run has been removed; this run stops"):
         lock.check()
     lock.release()
 
 
-# --- file systems ---------------------------------------------------------------------------------------------------
-
-
 def test_without_hard_links_it_is_made_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    lock = FolderLock(tmp_path)
-    lock.take()
+    monkeypatch.setattr(os, "link", raising(OSError(errno.EPERM, "Operation not permitted")))
+    taken(tmp_path)
     with pytest.raises(FolderError):
         FolderLock(tmp_path).take()
-    assert names(tmp_path) == ["lock.json"]
+    assert names_in(tmp_path) == ["lock.json"]
 
 
 def test_an_answer_of_nfs_that_was_lost_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,33 +374,25 @@ def test_an_answer_of_nfs_that_was_lost_is_no_refusal(tmp_path: Path, monkeypatc
         link(source, target)
 
     monkeypatch.setattr(os, "link", twice)
-    FolderLock(tmp_path).take()
-    assert names(tmp_path) == ["lock.json"]
+    taken(tmp_path)
+    assert names_in(tmp_path) == ["lock.json"]
 
 
 def test_a_count_that_fails_is_told_once_and_tried_again(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = FolderLock(tmp_path)
-    lock.take()
-    opened, failures = os.open, 3
+    lock = taken(tmp_path)
+    opened, failures = os.open, [OSError(errno.ESTALE, "Stale file handle")] * 3
+    beats = iter([False] * 4 + [True])  # whether it has ended
 
     def stale(path: Any, *flags: Any) -> int:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
-            raise OSError(errno.ESTALE, "Stale file handle")
+        if failures:
+            raise failures.pop()
         return opened(path, *flags)
 
-    class Beats(Event):
-        left = 4
-
-        def wait(self, _: float | None = None) -> bool:
-            self.left -= 1
-            return self.left < 0
-
     monkeypatch.setattr(os, "open", stale)
-    lock._done, before = Beats(), held(tmp_path)["count"]
+    monkeypatch.setattr(lock._done, "wait", lambda _: next(beats))
+    before = held(tmp_path)["count"]
     lock._beat()
     assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; trying again every 1e+06 s"]
     assert held(tmp_path)["count"] > before
@@ -481,4 +406,4 @@ def test_a_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.take()
     assert beaten.wait(30)
     lock.release()
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []

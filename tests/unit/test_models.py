@@ -37,9 +37,9 @@ def count(module: nn.Module | None) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
-def drawn(model: Model, seed: int = 0) -> nn.Module:
+def drawn(model: Model) -> nn.Module:
     """The model on the CPU with random weights, norms and biases too, so that none of them can be left out unseen."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     net = model.build()
     with torch.no_grad():
         for p in net.parameters():
@@ -47,9 +47,14 @@ def drawn(model: Model, seed: int = 0) -> nn.Module:
     return net.eval()
 
 
-def tokens(model: Model, batch: int = 2, length: int = 24) -> Tensor:
-    g = torch.Generator().manual_seed(7)
-    return torch.randint(0, model.config.vocab_size, (batch, length), generator=g)
+def tokens(model: Model, batch: int = 2) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (batch, 24), generator=torch.Generator().manual_seed(7))
+
+
+def tiny(model: type[Model], batch: int = 2, **more: object) -> tuple[nn.Module, Tensor]:
+    """The smallest preset with random weights, and tokens for it."""
+    whole = sized(model, "tiny", **more)
+    return drawn(whole), tokens(whole, batch)
 
 
 def table(model: Model, positions: Tensor) -> Tensor | None:
@@ -93,52 +98,37 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
         assert alias not in parameters and owner in parameters
 
 
-PUBLISHED = [
-    (llama.Llama, "7b", 6_738_415_616),
-    (llama.Llama, "13b", 13_015_864_320),
-    (llama.Llama, "33b", 32_528_943_616),
-    (llama.Llama, "65b", 65_285_660_672),
-    (llama.Llama, "llama3-1b", 1_235_814_400),
-    (llama.Llama, "llama3-3b", 3_212_749_824),
-    (llama.Llama, "llama3-8b", 8_030_261_248),
-    (llama.Llama, "llama3-70b", 70_553_706_496),
-    (llama.Llama, "llama3-405b", 405_853_388_800),
-    (llama.Llama, "mistral-7b", 7_241_732_096),
-    (qwen3.Qwen3, "0.6b", 596_049_920),
-    (qwen3.Qwen3, "1.7b", 1_720_574_976),
-    (qwen3.Qwen3, "4b", 4_022_468_096),
-    (qwen3.Qwen3, "8b", 8_190_735_360),
-    (qwen3.Qwen3, "14b", 14_768_307_200),
-    (qwen3.Qwen3, "32b", 32_762_123_264),
-    (neox.Neox, "pythia-70m", 70_426_624),
-    (neox.Neox, "pythia-160m", 162_322_944),
-    (neox.Neox, "pythia-410m", 405_334_016),
-    (neox.Neox, "pythia-1b", 1_011_781_632),
-    (neox.Neox, "pythia-1.4b", 1_414_647_808),
-    (neox.Neox, "pythia-2.8b", 2_775_208_960),
-    (neox.Neox, "pythia-6.9b", 6_857_302_016),
-    (neox.Neox, "pythia-12b", 11_846_072_320),
-    (neox.Neox, "neox-20b", 20_554_567_680),
-    (bloom.Bloom, "bloom-560m", 559_214_592),
-    (bloom.Bloom, "bloom-1b1", 1_065_314_304),
-    (bloom.Bloom, "bloom-1b7", 1_722_408_960),
-    (bloom.Bloom, "bloom-3b", 3_002_557_440),
-    (bloom.Bloom, "bloom-7b1", 7_069_016_064),
-    (bloom.Bloom, "bloom-176b", 176_247_271_424),
-    (gemma.Gemma, "gemma-2-2b", 2_614_341_888),
-    (gemma.Gemma, "gemma-2-9b", 9_241_705_984),
-    (gemma.Gemma, "gemma-2-27b", 27_227_128_320),
-    (olmo2.Olmo2, "olmo2-1b", 1_484_916_736),
-    (olmo2.Olmo2, "olmo2-7b", 7_298_617_344),
-    (olmo2.Olmo2, "olmo2-13b", 13_716_198_400),
-    (olmo2.Olmo2, "olmo2-32b", 32_234_279_936),
-]
+PUBLISHED: dict[type[Model], dict[str, int]] = {
+    llama.Llama: {
+        "7b": 6_738_415_616, "13b": 13_015_864_320, "33b": 32_528_943_616, "65b": 65_285_660_672,
+        "llama3-1b": 1_235_814_400, "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248,
+        "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800, "mistral-7b": 7_241_732_096,
+    },
+    qwen3.Qwen3: {
+        "0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096, "8b": 8_190_735_360, "14b": 14_768_307_200,
+        "32b": 32_762_123_264,
+    },
+    neox.Neox: {
+        "pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-410m": 405_334_016, "pythia-1b": 1_011_781_632,
+        "pythia-1.4b": 1_414_647_808, "pythia-2.8b": 2_775_208_960, "pythia-6.9b": 6_857_302_016,
+        "pythia-12b": 11_846_072_320, "neox-20b": 20_554_567_680,
+    },
+    bloom.Bloom: {
+        "bloom-560m": 559_214_592, "bloom-1b1": 1_065_314_304, "bloom-1b7": 1_722_408_960, "bloom-3b": 3_002_557_440,
+        "bloom-7b1": 7_069_016_064, "bloom-176b": 176_247_271_424,
+    },
+    gemma.Gemma: {"gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320},
+    olmo2.Olmo2: {
+        "olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344, "olmo2-13b": 13_716_198_400,
+        "olmo2-32b": 32_234_279_936,
+    },
+}  # fmt: skip
 """Of the published weights; tables 1 of arXiv 2304.01373, 3 of 2204.06745, 5 of 2211.05100, 2 of 2408.00118."""
 
 
-@pytest.mark.parametrize(("model", "preset", "params"), PUBLISHED)
-def test_sizes_are_the_published_ones(model: type[Model], preset: str, params: int) -> None:
-    assert sized(model, preset).spec().params == params
+@pytest.mark.parametrize(("model", "preset"), [(m, preset) for m, sizes in PUBLISHED.items() for preset in sizes])
+def test_sizes_are_the_published_ones(model: type[Model], preset: str) -> None:
+    assert sized(model, preset).spec().params == PUBLISHED[model][preset]
 
 
 @pytest.mark.parametrize(("layers", "windowed"), [(1, 1.0), (3, 2 / 3), (4, 0.5)])
@@ -205,8 +195,7 @@ def test_initial_values(model: type[Model], tied: bool) -> None:
 @pytest.mark.parametrize("kv", [None, 4, 1])
 @pytest.mark.parametrize("tied", [True, False])
 def test_forward_gives_logits(model: type[Model], kv: int | None, tied: bool) -> None:
-    whole = sized(model, "tiny", n_kv_heads=kv, tied=tied)
-    net, x = drawn(whole), tokens(whole)
+    net, x = tiny(model, n_kv_heads=kv, tied=tied)
     logits = logits_of(net, x)
     assert logits.shape == (2, 24, 257) and logits.dtype == torch.float32
     logits.sum().backward()
@@ -216,8 +205,7 @@ def test_forward_gives_logits(model: type[Model], kv: int | None, tied: bool) ->
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bool) -> None:
-    whole = sized(model, "tiny")
-    net, x = drawn(whole), tokens(whole)
+    net, x = tiny(model)
     documents = (torch.arange(24) // 16).expand(2, 24) if packed else None
     changed = x.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 257
@@ -230,8 +218,7 @@ def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bo
 @pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox, olmo2.Olmo2, bloom.Bloom])
 @pytest.mark.parametrize("kv", [None, 2])
 def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | None) -> None:
-    whole = sized(model, "tiny", n_kv_heads=kv)
-    net, x = drawn(whole), tokens(whole, batch=1)
+    net, x = tiny(model, batch=1, n_kv_heads=kv)
     lengths = [5, 12, 7]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     alone = torch.cat([logits_of(net, part) for part in x.split(lengths, dim=1)], dim=1)
@@ -243,22 +230,20 @@ def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | No
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_window_ends_with_the_token_itself(attention: str, packed: bool) -> None:
     """In one layer a token reaches exactly the logits of its window: itself and the four after it."""
-    whole = sized(llama.Llama, "tiny", n_layers=1, sliding_window=5, attention=attention)
-    net, x = drawn(whole), tokens(whole)
+    net, x = tiny(llama.Llama, n_layers=1, sliding_window=5, attention=attention)
     documents = (torch.arange(24) // 12).expand(2, 24) if packed else None
     changed = x.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 257
     moved = (logits_of(net, x, documents) - logits_of(net, changed, documents)).abs().amax((0, 2)) > 1e-4
     assert moved.nonzero().flatten().tolist() == ([9, 10, 11] if packed else [9, 10, 11, 12, 13])
-    full = drawn(sized(llama.Llama, "tiny", n_layers=1, sliding_window=24, attention=attention))
-    unbounded = drawn(sized(llama.Llama, "tiny", n_layers=1, attention=attention))
+    full, _ = tiny(llama.Llama, n_layers=1, sliding_window=24, attention=attention)
+    unbounded, _ = tiny(llama.Llama, n_layers=1, attention=attention)
     torch.testing.assert_close(logits_of(full, x, documents), logits_of(unbounded, x, documents))
 
 
 @pytest.mark.parametrize("kv", [None, 2])
 def test_gpt_documents_do_not_see_each_other(kv: int | None) -> None:
-    whole = sized(gpt.Gpt, "tiny", n_kv_heads=kv)
-    net, x = drawn(whole), tokens(whole)
+    net, x = tiny(gpt.Gpt, n_kv_heads=kv)
     documents = torch.tensor([[0] * 5 + [1] * 12 + [2] * 7, [0] * 10 + [1] * 14])
     changed = x.clone()
     changed[0, :5] = (changed[0, :5] + 1) % 257
@@ -330,13 +315,20 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
     torch.testing.assert_close(small(x, *rest), large(x, *rest), rtol=1e-5, atol=1e-5)
 
 
+def rms_norm(w: dict[str, Tensor], t: Tensor, name: str, eps: float = 1e-5) -> Tensor:
+    return t * (t.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * w[f"{name}.weight"]
+
+
 def layer_norm(w: dict[str, Tensor], t: Tensor, name: str) -> Tensor:
-    t = t - t.mean(-1, keepdim=True)
-    return t * (t.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return rms_norm(w, t - t.mean(-1, keepdim=True), name) + w[f"{name}.bias"]
+
+
+def without_bias(w: dict[str, Tensor], t: Tensor, name: str) -> Tensor:
+    return t @ w[f"{name}.weight"].T
 
 
 def with_bias(w: dict[str, Tensor], t: Tensor, name: str) -> Tensor:
-    return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+    return without_bias(w, t, name) + w[f"{name}.bias"]
 
 
 def tanh_gelu(u: Tensor) -> Tensor:
@@ -350,8 +342,7 @@ def attended(scores: Tensor, v: Tensor, window: int = 24) -> Tensor:
 
 
 def test_gpt_adds_positions_once() -> None:
-    whole = sized(gpt.Gpt, "tiny", n_layers=1)
-    net, x = drawn(whole), tokens(whole)
+    net, x = tiny(gpt.Gpt, n_layers=1)
     seen: list[Tensor] = []
     net.get_submodule("layers.0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     logits_of(net, x)
@@ -359,47 +350,39 @@ def test_gpt_adds_positions_once() -> None:
     torch.testing.assert_close(seen[0], expected, rtol=0, atol=0)
 
 
-def test_gpt_block_is_the_published_arithmetic() -> None:
-    whole = sized(gpt.Gpt, "tiny", n_layers=1)
-    block = drawn(whole).get_submodule("layers.0")
-    w = dict(block.named_parameters())
-    x = torch.randn(2, 24, 64)
+def layer_of(whole: Model) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The weights of a model's one layer by name, hidden states, and what the layer makes of them."""
+    block, x = drawn(whole).get_submodule("layers.0"), torch.randn(2, 24, 64)
+    rest = (places(x), None, table(whole, places(x)))
+    return dict(block.named_parameters()), x, block(x, *rest)
 
+
+def test_gpt_block_is_the_published_arithmetic() -> None:
+    w, x, found = layer_of(sized(gpt.Gpt, "tiny", n_layers=1))
     norm, linear = partial(layer_norm, w), partial(with_bias, w)
     t = norm(x, "attn_norm")
     q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (8, 8)).movedim(2, 1) for n in ("wq", "wk", "wv"))
     h = x + linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo")
     expected = h + linear(tanh_gelu(linear(norm(h, "ffn_norm"), "ffn.up")), "ffn.down")
-    torch.testing.assert_close(block(x, places(x), None), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_llama_block_is_the_published_arithmetic() -> None:
-    whole = sized(llama.Llama, "tiny", n_layers=1, n_kv_heads=8)
-    block = drawn(whole).get_submodule("layers.0")
-    w = {name.removesuffix(".weight"): p for name, p in block.named_parameters()}
-    x = torch.randn(2, 24, 64)
-
-    def norm(t: Tensor, name: str) -> Tensor:
-        return t * (t.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w[name]
-
+    w, x, found = layer_of(sized(llama.Llama, "tiny", n_layers=1, n_kv_heads=8))
+    norm, linear = partial(rms_norm, w), partial(without_bias, w)
     t = norm(x, "attn_norm")
-    q, k, v = ((t @ w[f"attn.{n}"].T).unflatten(-1, (8, 8)) for n in ("wq", "wk", "wv"))
+    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (8, 8)) for n in ("wq", "wk", "wv"))
     q, k, v = naive_rope(q).movedim(2, 1), naive_rope(k).movedim(2, 1), v.movedim(2, 1)
-    h = x + attended(q @ k.mT / math.sqrt(8), v) @ w["attn.wo"].T
+    h = x + linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo")
     t = norm(h, "ffn_norm")
-    gate = t @ w["ffn.w1"].T
-    expected = h + (gate * gate.sigmoid() * (t @ w["ffn.w3"].T)) @ w["ffn.w2"].T
-    rope = table(whole, places(x))
-    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+    gate = linear(t, "ffn.w1")
+    expected = h + linear(gate * gate.sigmoid() * linear(t, "ffn.w3"), "ffn.w2")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
-    whole = sized(neox.Neox, "tiny", n_layers=1, rotary_pct=0.5, parallel_residual=parallel)
-    block = drawn(whole).get_submodule("layers.0")
-    w = dict(block.named_parameters())
-    x = torch.randn(2, 24, 64)
-
+    w, x, found = layer_of(sized(neox.Neox, "tiny", n_layers=1, rotary_pct=0.5, parallel_residual=parallel))
     norm, linear = partial(layer_norm, w), partial(with_bias, w)
 
     def turned(t: Tensor) -> Tensor:
@@ -411,42 +394,34 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     h = x + linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo")
     u = linear(norm(x if parallel else h, "ffn_norm"), "ffn.up")
     expected = h + linear(0.5 * u * (1 + torch.erf(u / math.sqrt(2))), "ffn.down")
-    rope = table(whole, places(x))
-    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gemma_block_is_the_published_arithmetic() -> None:
-    whole = sized(gemma.Gemma, "tiny", n_layers=1, query_scale=9, attention_cap=2.0, logit_cap=3.0, sliding_window=5)
-    net = drawn(whole)
+    net, x = tiny(gemma.Gemma, n_layers=1, query_scale=9, attention_cap=2.0, logit_cap=3.0, sliding_window=5)
     w = dict(net.named_parameters())
-    x = tokens(whole)
+    linear = partial(without_bias, w)
 
     def norm(t: Tensor, name: str) -> Tensor:
         return t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + w[f"{name}.weight"])
 
-    def linear(t: Tensor, name: str) -> Tensor:
-        return t @ w[f"layers.0.{name}.weight"].T
-
     h = w["embed.weight"][x] * 8  # sqrt(64)
     t = norm(h, "layers.0.attn_norm")
-    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (-1, 16)) for n in ("wq", "wk", "wv"))
+    q, k, v = (linear(t, f"layers.0.attn.{n}").unflatten(-1, (-1, 16)) for n in ("wq", "wk", "wv"))
     q, k, v = naive_rope(q).movedim(2, 1), naive_rope(k).movedim(2, 1), v.movedim(2, 1)
     k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
-    out = linear(attended(2 * (q @ k.mT / 3 / 2).tanh(), v, window=5), "attn.wo")
+    out = linear(attended(2 * (q @ k.mT / 3 / 2).tanh(), v, window=5), "layers.0.attn.wo")
     h = h + norm(out, "layers.0.attn_out_norm")
     t = norm(h, "layers.0.ffn_norm")
-    gate = tanh_gelu(linear(t, "ffn.w1"))
-    h = h + norm(linear(gate * linear(t, "ffn.w3"), "ffn.w2"), "layers.0.ffn_out_norm")
+    gate = tanh_gelu(linear(t, "layers.0.ffn.w1"))
+    h = h + norm(linear(gate * linear(t, "layers.0.ffn.w3"), "layers.0.ffn.w2"), "layers.0.ffn_out_norm")
     expected = 3 * (norm(h, "norm") @ w["embed.weight"].T / 3).tanh()
     torch.testing.assert_close(logits_of(net, x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bloom_block_is_the_published_arithmetic() -> None:
-    whole = sized(bloom.Bloom, "tiny", n_layers=1, n_heads=6, dim=48)
-    net = drawn(whole)
+    net, x = tiny(bloom.Bloom, n_layers=1, n_heads=6, dim=48)
     w = dict(net.named_parameters())
-    x = tokens(whole)
-
     norm, linear = partial(layer_norm, w), partial(with_bias, w)
     h = norm(w["embed.weight"][x], "embed_norm")
     t = norm(h, "layers.0.attn_norm")
@@ -459,23 +434,16 @@ def test_bloom_block_is_the_published_arithmetic() -> None:
 
 
 def test_olmo2_block_is_the_published_arithmetic() -> None:
-    whole = sized(olmo2.Olmo2, "tiny", n_layers=1, n_kv_heads=4)
-    block = drawn(whole).get_submodule("layers.0")
-    w = {name.removesuffix(".weight"): p for name, p in block.named_parameters()}
-    x = torch.randn(2, 24, 64)
-
-    def norm(t: Tensor, name: str) -> Tensor:
-        return t * (t.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w[name]
-
-    q, k, v = (x @ w[f"attn.{n}"].T for n in ("wq", "wk", "wv"))
+    w, x, found = layer_of(sized(olmo2.Olmo2, "tiny", n_layers=1, n_kv_heads=4))
+    norm, linear = partial(rms_norm, w, eps=1e-6), partial(without_bias, w)
+    q, k, v = (linear(x, f"attn.{n}") for n in ("wq", "wk", "wv"))
     q, k, v = (t.unflatten(-1, (-1, 8)) for t in (norm(q, "attn.q_norm"), norm(k, "attn.k_norm"), v))
     q, k = naive_rope(q, 500000.0), naive_rope(k, 500000.0)
     q, k, v = q.movedim(2, 1), *(t.movedim(2, 1).repeat_interleave(2, dim=1) for t in (k, v))
-    h = x + norm(attended(q @ k.mT / math.sqrt(8), v) @ w["attn.wo"].T, "attn_norm")
-    gate = h @ w["ffn.w1"].T
-    expected = h + norm((gate * gate.sigmoid() * (h @ w["ffn.w3"].T)) @ w["ffn.w2"].T, "ffn_norm")
-    rope = table(whole, places(x))
-    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+    h = x + norm(linear(attended(q @ k.mT / math.sqrt(8), v), "attn.wo"), "attn_norm")
+    gate = linear(h, "ffn.w1")
+    expected = h + norm(linear(gate * gate.sigmoid() * linear(h, "ffn.w3"), "ffn.w2"), "ffn_norm")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

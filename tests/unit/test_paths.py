@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import names_in, raising
 from titan import cli, paths
 from titan.config import load_job
 from titan.errors import ConfigError
@@ -23,15 +25,8 @@ TIKTOKEN = ["--tokenizer.name=tiktoken", "--tokenizer.path=~/x"]
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's user: a number without an entry among the users, and no HOME."""
-
-    def absent(uid: int) -> None:
-        raise KeyError(uid)
-
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", absent)
-
-
-# --- homes ----------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr("pwd.getpwuid", raising(KeyError()))
 
 
 @pytest.mark.usefixtures("nobody")
@@ -69,9 +64,6 @@ def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.Mon
     assert expanded("~draft/x", "data.path") == Path("~draft/x")
 
 
-# --- temporary folders and sockets ------------------------------------------------------------------------------------
-
-
 def test_a_temporary_folder_too_long_for_sockets(tmp_path: Path) -> None:
     """Processes of a server, as those that load data; in a process of its own, as the folder is remembered."""
     long = tmp_path / ("x" * 116)
@@ -89,17 +81,15 @@ def test_a_temporary_folder_too_long_for_sockets(tmp_path: Path) -> None:
 
 def test_no_folder_is_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 90)
-    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", raising(PermissionError()))
     with pytest.raises(ConfigError, match=r"TMPDIR = /x+: .* set TMPDIR to a shorter folder"):
         shorten_sockets()
     assert tempfile.tempdir == "/" + "x" * 90
 
 
 def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    nowhere = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", raising(nowhere))
     with pytest.raises(ConfigError, match=r"No usable temporary directory found.*; set TMPDIR to a folder"):
         temporary_folder()
 
@@ -124,11 +114,8 @@ def test_what_can_be_written(tmp_path: Path) -> None:
 def test_an_output_is_refused_before_the_work(name: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("no/new.toml")
     (tmp_path / "file").touch()
-    if not what:
-        return check_output(tmp_path / name, "--output")
-    with pytest.raises(ConfigError, match=what):
+    with pytest.raises(ConfigError, match=what) if what else nullcontext():
         check_output(tmp_path / name, "--output")
-    return None
 
 
 def test_python_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,20 +125,9 @@ def test_python_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         check_python()
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ascii_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(name: str) -> bytes:
-        return os.fspath(name).encode("ascii", "surrogateescape")
-
-    monkeypatch.setattr(paths.os, "fsencode", encode)
+def test_names_that_a_locale_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths.os, "fsencode", lambda name: os.fspath(name).encode("ascii", "surrogateescape"))
     monkeypatch.setattr(paths.sys, "getfilesystemencoding", lambda: "ascii")
-
-
-@pytest.mark.usefixtures("ascii_names")
-def test_names_that_a_locale_cannot_have(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('base = "quickstart.toml"\n[run]\nname = "läuft"\n')
     with pytest.raises(ConfigError, match=r"run\.dir = 'runs/l\\xe4uft': file names are ascii here; set PYTHONUTF8=1"):
         load_job(tmp_path / "job.toml")
@@ -181,7 +157,7 @@ def test_a_config_in_the_folder_of_its_run_stays(tmp_path: Path, capsys: pytest.
     assert cli.main(["train", "--config", str(tmp_path / "mine" / "config.toml")]) == 2
     assert "mine holds a config.toml and is not the folder of a run; set another --run" in capsys.readouterr().err
     assert (tmp_path / "mine" / "config.toml").read_text() == text
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.toml"]
+    assert names_in(tmp_path / "mine") == ["config.toml"]
 
 
 @pytest.mark.parametrize(("encoding", "then"), [("ascii", "set PYTHONUTF8=1"), ("utf-8", "rename what is called so")])
@@ -198,9 +174,6 @@ def test_text_that_the_terminal_cannot_show() -> None:
     assert tomllib.loads(done.stdout.decode("ascii"))["run"]["sample_prompt"] == "ä数\U0001f600"
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("gone")
@@ -210,20 +183,17 @@ def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path) -> None:
     assert told(OSError(errno.EIO, "I/O error", str(tmp_path))) == f"{tmp_path}: I/O error"
     long = str(tmp_path / ("x" * 300) / "y")
     assert told(OSError(errno.ENAMETOOLONG, "File name too long", long)) == f"{long}: File name too long"
-    for words in (["--checkpoint.init_from", str(link)], ["--checkpoint.resume", str(link)]):
+    for key in ("init_from", "resume"):
         with pytest.raises(ConfigError, match=said):
-            load_job(None, words)
+            load_job(None, [f"--checkpoint.{key}", str(link)])
     with pytest.raises(ConfigError, match=said):
         load_job(link)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_what_is_said_where_nothing_can_be_looked_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     for name in ("stat", "lstat", "readlink"):
-        monkeypatch.setattr(os, name, fail)
+        monkeypatch.setattr(os, name, raising(OSError(number, os.strerror(number))))
     assert told(OSError(number, "as said", "/a/b")) == "/a/b: as said"
 
 

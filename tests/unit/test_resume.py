@@ -1,6 +1,8 @@
 """A changed TOML on resume: free, said with both values, or refused with both values; never ignored."""
 
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,10 @@ def saved(fingerprint: str = "f", **more: Any) -> dict[str, Any]:
     return {"config": table(), "data": {"samples": 24, "fingerprint": fingerprint}, **more}
 
 
-def test_the_same_job_has_nothing_to_say() -> None:
-    assert compare(saved(), table(), "f") == Changes()
-
-
 @pytest.mark.parametrize(
     "words",
     [
+        (),
         ("--mesh.dp_shard", "1"),
         ("--run.name", "other"),
         ("--data.workers", "2"),
@@ -41,6 +40,7 @@ def test_the_same_job_has_nothing_to_say() -> None:
         ("--metrics.every", "1"),
         ("--plugins.activation_checkpoint.mode", "full"),
         ("--run.seed", "3"),  # the samples are the same: fingerprint below
+        ("--checkpoint.reset_data", "true"),  # they have been reset already
     ],
 )
 def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
@@ -78,9 +78,8 @@ def test_what_only_new_runs_read_is_not_said_to_take_effect() -> None:
 
 
 def test_changes_that_explain_another_state_of_the_optimizer() -> None:
-    now = table(
-        "--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--plugins.bf16.pure", "true", "--train.steps", "9"
-    )
+    words = ("--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--plugins.bf16.pure", "true", "--train.steps", "9")
+    now = table(*words)
     assert compare(saved(), now, "f").updates == (
         "optimizer.name = 'lion', the checkpoint has 'adamw'", "plugins.bf16 = on, the checkpoint has unset"
     )  # fmt: skip
@@ -99,9 +98,8 @@ def test_another_model_is_refused() -> None:
 
 def test_other_samples_are_refused_or_begun_anew() -> None:
     now = table("--data.seq_len", "64", "--optimizer.lr", "1e-3")
-    with pytest.raises(
-        ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
-    ):
+    told = r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
+    with pytest.raises(ConfigError, match=told):
         compare(saved(), now, "g")
     with pytest.raises(ConfigError, match="files of the datasets changed"):
         compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g")
@@ -119,10 +117,6 @@ def test_another_tokenizer_is_refused_or_said() -> None:
     assert compare(saved(), now, "g", "it is B").said[0] == "it is B"
 
 
-def test_data_is_reset_once() -> None:
-    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f") == Changes()
-
-
 def test_a_mixture_is_compared_entry_by_entry() -> None:
     one, other = [{"name": "text", "weight": 1.0}], [{"name": "text", "weight": 2.0}]
     assert list(differences({"data": {"mixture": one}}, {"data": {"mixture": other}})) == [
@@ -132,14 +126,15 @@ def test_a_mixture_is_compared_entry_by_entry() -> None:
     assert list(differences({"data": {"mixture": one}}, {"data": {"mixture": both}})) == [("data.mixture", one, both)]
 
 
+def test_tuples_come_back_as_lists() -> None:
+    assert list(differences({"a": [1, 2]}, {"a": (1, 2)})) == []
+
+
 def lacking(*path: str) -> dict[str, Any]:
     """What a version without this section or key has saved of the same job."""
     found = saved()
     *above, last = path
-    where = found["config"]
-    for key in above:
-        where = where[key]
-    del where[last]
+    del functools.reduce(operator.getitem, above, found["config"])[last]
     return found
 
 
@@ -187,23 +182,13 @@ def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, An
         compare({"config": config}, table(), "f")
 
 
-def test_tuples_come_back_as_lists() -> None:
-    assert list(differences({"a": [1, 2]}, {"a": (1, 2)})) == []
-
-
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        ({"config": "x"}, "has no valid config"),
         ({"step": True}, "has no valid step"),
-        ({"tokens": "9" * 99}, "has no valid tokens"),
-        ({"data": []}, "has no valid data"),
-        ({"data": {"samples": -1}}, "has no valid samples"),
-        ({"techniques": 3}, "has no valid techniques"),
         ({"dropped": 1.5}, "dropped in rest that is not of type int"),
         ({"valid_tokens": "1"}, "valid_tokens in rest that is not of type int"),
         ({"tokenizer": []}, "tokenizer in rest that is not of type dict"),
-        ([], "has no valid rest"),
         ({"step": 0}, "does not hold the config of the run"),
         ({"config": {"data": ["x"]}}, "does not hold the config of the run"),
     ],
