@@ -4,6 +4,8 @@ from pathlib import Path
 
 from titan.config import Job, load_job
 from titan.planner.machine.cluster import Cluster, from_table
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner, Prediction
 
 TOML = Path(__file__).parent / "configs" / "planned.toml"
 
@@ -29,3 +31,19 @@ CLUSTER: Cluster = from_table(
 def job_of(*words: str) -> Job:
     """A tiny llama with nothing on, under overrides."""
     return load_job(TOML, words)
+
+
+def predicted(*words: str, cluster: Cluster = CLUSTER) -> Prediction:
+    """What is planned for that job."""
+    job = job_of(*words)
+    return Planner(cluster).predict(costs_of(job), job.layout)
+
+
+def small_cluster(folder: Path, memory_gib: float) -> str:
+    """A cluster file of devices with this memory."""
+    path = folder / "small.toml"
+    path.write_text(
+        f'[device]\nname = "small"\nmemory_gib = {memory_gib}\nbandwidth_gb_s = 1\n'
+        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
+    )
+    return str(path)

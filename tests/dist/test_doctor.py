@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,14 +22,12 @@ SLOW = 40
 
 @contextmanager
 def _small() -> Iterator[None]:
-    with ExitStack() as stack:
-        for room, name, value in (
-            (device, "SIZES", ((16, 16), (32, 32))), (device, "LARGE_BYTES", 1 << 16), (device, "FEATURES", 64),
-            (device, "LAYER_NUMBERS", 1 << 10), (device, "ATTENTION", (1, 1, 16, 8)), (device, "DISK_BYTES", 1 << 10),
-            (links, "BYTES", (1 << 10, 1 << 16)), (links, "PAIR_BYTES", (1 << 10, 1 << 16)),
-        ):  # fmt: skip
-            small = value if name in ("FEATURES", "DISK_BYTES") else {"cpu": value}
-            stack.enter_context(patch.object(room, name, small))
+    work = {
+        "SIZES": {"cpu": ((16, 16), (32, 32))}, "LARGE_BYTES": {"cpu": 1 << 16}, "FEATURES": 64, "DISK_BYTES": 1 << 10,
+        "LAYER_NUMBERS": {"cpu": 1 << 10}, "ATTENTION": {"cpu": (1, 1, 16, 8)},
+    }  # fmt: skip
+    sent = {"cpu": (1 << 10, 1 << 16)}
+    with patch.multiple(device, **work), patch.multiple(links, BYTES=sent, PAIR_BYTES=sent):
         yield
 
 

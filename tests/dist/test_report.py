@@ -18,7 +18,7 @@ from titan.ranks.rank_processes import RankProcesses
 from titan.testing.ranks import run_ranks
 
 
-def reports(text: str, folder: Path, port: int = 0) -> None:
+def reports(folder: Path, port: int = 0, text: str = "no such text") -> None:
     """On a rank: refuse the job with these words, in which {} is the rank. port: rank 0 serves the store there."""
     rank = int(os.environ["RANK"])
     if port:
@@ -33,29 +33,24 @@ def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().out.splitlines() if "error: " in line]
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "before they join"])
-def test_what_all_raise_is_printed_by_rank_0(joined: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(reports, 4, "no such text", tmp_path, init=joined)
+@pytest.mark.parametrize("how", ["joined", "before they join", "tasks of srun"])
+def test_what_all_raise_is_printed_by_rank_0(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of tasks of srun rank 0 serves the store, and stays until the others have asked."""
+    run_ranks(reports, 4, tmp_path, free_port() if how == "tasks of srun" else 0, init=how == "joined")
     assert printed(capfd) == ["error: no such text"]
     logs = [path.read_text() for path in sorted(tmp_path.glob("rank-*.log"))]
     assert len(logs) == 4 and all("error: no such text" in text for text in logs)
 
 
-def test_tasks_of_srun_print_it_once_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 serves the store, and stays until the others have asked."""
-    run_ranks(reports, 4, "no such text", tmp_path, free_port(), init=False)
-    assert printed(capfd) == ["error: no such text"]
-
-
 def test_what_each_raises_for_itself_is_printed_by_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(reports, 3, "no GPU {}", tmp_path)
+    run_ranks(reports, 3, tmp_path, 0, "no GPU {}")
     assert sorted(printed(capfd)) == ["error: no GPU 0", "rank 1: error: no GPU 1", "rank 2: error: no GPU 2"]
 
 
 def no_rank_0(folder: Path, port: int) -> None:
     failure.ANSWER_S = 0.5
     if os.environ["RANK"] != "0":
-        reports("no such text", folder, port)
+        reports(folder, port)
 
 
 def test_without_rank_0_each_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -63,16 +58,15 @@ def test_without_rank_0_each_prints(tmp_path: Path, capfd: pytest.CaptureFixture
     assert sorted(printed(capfd)) == ["rank 1: error: no such text", "rank 2: error: no such text"]
 
 
-def unread(folder: Path, words: str) -> None:
+def unread(folder: Path) -> None:
     """Nobody reads what rank 0 prints."""
     if os.environ["RANK"] == "0":
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-    reports(words, folder)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    reports(folder)
 
 
 def test_a_rank_that_nobody_reads_leaves_it_to_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(unread, 3, tmp_path, "no such text")
+    run_ranks(unread, 3, tmp_path)
     [line] = printed(capfd)
     assert line in ("rank 1: error: no such text", "rank 2: error: no such text")
 
@@ -85,7 +79,7 @@ def dies(folder: Path) -> None:
         assert failure._first_to(dist.distributed_c10d._get_default_store(), printer, 0) == 0
     dist.barrier()
     if os.environ["RANK"] != "0":
-        reports("no such text", folder)
+        reports(folder)
 
 
 def test_a_rank_that_dies_before_it_prints_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -96,18 +90,16 @@ def test_a_rank_that_dies_before_it_prints_loses_nothing(tmp_path: Path, capfd: 
 def joins_late(folder: Path, port: int) -> str:
     """Rank 0 refuses the job; rank 1, on another machine, does not."""
     if os.environ["RANK"] == "0":
-        reports("no such text", folder, port)
+        reports(folder, port)
         return ""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     os.environ["MASTER_PORT"] = str(port)
     await_port(LOCAL, port, time.monotonic() + 20.0)
-    try:
+    with pytest.raises(RankFailedError) as failed:
         process.enter(process.here("cpu"), timeout_s=20.0)
-    except RankFailedError as error:
-        failure.report(error, 1)
-        process.leave()
-        return str(error)
-    return "joined"
+    failure.report(failed.value, 1)
+    process.leave()
+    return str(failed.value)
 
 
 def test_a_rank_that_joins_hears_that_another_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`python -m bench.peers`, `bench.saves`, `bench.data`, `bench.memory`: their figures, and tiny runs of their parts."""
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench import data, memory, peers, saves
+from bench.arguments import count
 from bench.gpu import jobs
 
 TINY = {
@@ -19,6 +21,13 @@ WORDS = [word for key, value in TINY.items() for word in (f"--{key}", str(value)
 def _met(figures: list[tuple[str, str, str, bool | None]]) -> dict[str, bool | None]:
     assert len({what for what, *_ in figures}) == len(figures)
     return {what: met for what, _, _, met in figures}
+
+
+def test_a_count_is_a_whole_number_from_1_on() -> None:
+    assert count("12") == 12
+    for word in ("0", "-3", "1.5", "many", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number from 1 on"):
+            count(word)
 
 
 def test_figures_of_peers_are_of_titan_without_and_with_its_kernel() -> None:
@@ -50,15 +59,9 @@ def _saves(titan_s: float, stall_s: float) -> dict[str, Any]:
 
 
 def test_figures_of_saves_are_ratios_of_medians() -> None:
-    figures = saves.figures(_saves(5.0, 0.1))
-    assert [measured for _, _, measured, _ in figures] == [
-        "2.50 (5.000 s of 100 MB)",
-        "1.50",
-        "2.00",
-        "5.0 % (100 ms)",
-        "2.00",
-    ]
-    assert [met for *_, met in figures] == [True, None, None, True, None]
+    _, _, measured, met = zip(*saves.figures(_saves(5.0, 0.1)), strict=True)
+    assert measured == ("2.50 (5.000 s of 100 MB)", "1.50", "2.00", "5.0 % (100 ms)", "2.00")
+    assert met == (True, None, None, True, None)
     assert [met for *_, met in saves.figures(_saves(5.1, 0.11))] == [False, None, None, False, None]
 
 
@@ -76,11 +79,9 @@ def test_saves_are_measured_and_deleted(tmp_path: Path, monkeypatch: pytest.Monk
 def test_figures_of_the_loader() -> None:
     packings = {"concat": {"batch_s": [0.02], "step_s": [1.0]}, "pad": {"batch_s": [0.021], "step_s": [1.0]}}
     found = {"tokens_per_step": 1000, "packings": packings, "resume_s": {"text": [0.9, 1.0, 3.0], "jsonl": [1.1]}}
-    figures = data.figures(found)
-    assert list(_met(figures).values()) == [True, False, True, False]
-    assert [measured for _, _, measured, _ in figures][0::2] == [
-        "50 (50,000 and 1,000 tokens/s)", "1.000 s (slowest 3.000 s)",
-    ]  # fmt: skip
+    _, _, measured, met = zip(*data.figures(found), strict=True)
+    assert met == (True, False, True, False)
+    assert measured[0::2] == ("50 (50,000 and 1,000 tokens/s)", "1.000 s (slowest 3.000 s)")
 
 
 def test_the_loader_is_measured_resumed_and_beside_training(tmp_path: Path) -> None:

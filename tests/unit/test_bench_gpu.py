@@ -35,12 +35,9 @@ def _environment_of_a_call_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name)
 
 
-def _rows(_: Setting) -> Iterator[Row]:
-    yield SEEN
-    yield Row("check", "no", passed=False)
-
-
-def _measurement(name: str, measure: Callable[[Setting], Iterator[Row]] = _rows, seconds: float = 1.0) -> Measurement:
+def _measurement(
+    name: str, measure: Callable[[Setting], Iterator[Row]] = lambda _: iter([]), seconds: float = 1.0
+) -> Measurement:
     return Measurement(name, "a", seconds, "", measure)
 
 
@@ -71,10 +68,9 @@ def test_a_second_start_takes_new_ones_then_failed_ones_then_those_that_ended_th
 
 def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again_and_earlier_visits_count(tmp_path: Path) -> None:
     one, other, results = _measurement("one"), _measurement("other"), _results(tmp_path)
-    for each, rows in ((one, [Row("check", "no", passed=False)]), (other, [])):
+    for each in (one, other):
         results.began(each)
-        for row in rows:
-            results.add(each, row)
+        results.add(each, Row("check", "no", passed=each is other))
         results.ended(each, 1.0)
     assert results.order([one]) == [one] and records.faults([one], results.last()) == ["one: check: no"]
     later = Results(tmp_path / "new.jsonl", HERE, {}, [results.path])

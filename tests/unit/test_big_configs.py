@@ -14,7 +14,6 @@ import pytest
 from bench.published import rows
 from bench.published.fit import case_of
 from tests.sweeps import sweep_but
-from titan.cli import main
 from titan.config import load_job
 from titan.contracts.base.cost import Costs
 from titan.planner.machine import cluster
@@ -110,63 +109,3 @@ def test_a_slow_layout_is_found_out() -> None:
     own = planner.predict(costs_of(job), job.layout)
     base = load_base(path, ["--mesh.pp=1", "--mesh.tp=1", "--mesh.dp_replicate=1"])
     assert faster(base, planner, 64, own.step_time_s / CLOSE)
-
-
-JOB = """# A job.
-base = "BASE" # sizes
-
-[mesh] # of ranks
-tp = 2 # splits layers
-
-# Recomputation.
-[plugins.activation_checkpoint]
-mode = "full"
-
-[train]
-steps = 7
-"""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.toml"
-    path.write_text(JOB.replace("BASE", str(ROOT / "tests" / "configs" / "planned.toml")))
-    return path
-
-
-def _in_place(path: Path, *words: str) -> int:
-    return main(["plan", "--config", str(path), "--search", "--world-size", "4", "--in-place", *words])
-
-
-def test_a_layout_is_written_in_place(job: Path, capsys: pytest.CaptureFixture) -> None:
-    assert _in_place(job, "--train.global_batch_size", "16", "--cluster", "a100-80gb") == 0
-    said = capsys.readouterr().out
-    text = job.read_text()
-    for kept in ("# A job.", "# sizes", "[mesh] # of ranks", "# splits layers", "# Recomputation.", "steps = 7"):
-        assert kept in text
-    assert "global_batch_size = 16" in text and f"wrote into {job}: " in said
-    found = re.search(r"^1 +(\S+ m?s)", said, re.M)
-    assert main(["plan", "--config", str(job), "--cluster", "a100-80gb"]) == 0
-    assert found and f"step time {found[1]}," in capsys.readouterr().out
-    assert _in_place(job, "--cluster", "a100-80gb") == 0
-    assert "nothing, because it has this layout" in capsys.readouterr().out and job.read_text() == text
-    assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
-
-
-def test_what_cannot_be_edited_stays(job: Path, capsys: pytest.CaptureFixture) -> None:
-    text = job.read_text()
-    assert _in_place(job, "--model.preset", "mini") == 2
-    assert "cannot take the layout" in capsys.readouterr().err and job.read_text() == text
-    assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["--search", "--config", "nowhere.toml"], "is not a file; give the path of the TOML to write"),
-        (["--config", "llama7b"], "--in-place: no layout is searched; add --search"),
-    ],
-)
-def test_in_place_needs_a_file_and_a_search(words: list[str], what: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--in-place", *words]) == 2
-    assert what in capsys.readouterr().err

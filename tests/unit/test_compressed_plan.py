@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.planned import job_of
+from titan.config import Job
 from titan.errors import ConfigError
 from titan.planner.dryrun import dry_run
 from titan.planner.picture.traffic import moved
@@ -23,12 +24,15 @@ def on(method: str, *words: str) -> tuple[str, ...]:
     return (*LLAMA, f"{begin}method", method, f"{begin}warmup_steps", "0", *words)
 
 
+def between_replicas(job: Job) -> dict[str, float]:
+    sent = moved(0, costs_of(job), job.layout).items()
+    return {kind: size for (kind, axes), size in sent if "dp_replicate" in axes}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_planned_bytes_are_those_of_the_dry_run(method: str) -> None:
     job = job_of(*on(method), "--mesh.dp_replicate", "4", "--mesh.dp_shard", "2")
-    planned = {
-        kind: size for (kind, axes), size in moved(0, costs_of(job), job.layout).items() if "dp_replicate" in axes
-    }
+    planned = between_replicas(job)
     counted: Counter[str] = Counter()
     for collective in dry_run(job, 0).collectives:
         if collective.axes == "dp_replicate":
@@ -43,10 +47,8 @@ def test_planned_bytes_are_those_of_the_dry_run(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_less_is_sent_than_by_an_all_reduce(method: str) -> None:
     def sent(*words: str) -> float:
-        job = job_of(*words, "--mesh.dp_replicate", "4")
-        factor = {"all_reduce": 2.0}
-        found = moved(0, costs_of(job), job.layout).items()
-        return sum(factor.get(kind, 1.0) * size for (kind, axes), size in found if "dp_replicate" in axes)
+        found = between_replicas(job_of(*words, "--mesh.dp_replicate", "4"))
+        return sum(found.values()) + found.get("all_reduce", 0.0)  # which sends all of it twice
 
     assert 0 < sent(*on(method)) < 0.3 * sent(*LLAMA)
 
@@ -63,9 +65,8 @@ def test_errors_are_state_and_another_that_sums_replicas_is_refused() -> None:
 def test_ranks_with_weights_of_their_own_are_refused() -> None:
     words = (*on("topk"), "--plugins.local_steps.enabled", "true", "--mesh.worker", "2")
     assert job_of(*words).layout.worker_axis == "worker"  # each worker without replicas
-    with pytest.raises(
-        ConfigError, match=r"mesh\.worker = 2 gives ranks weights of their own, .* set mesh\.worker = 1"
-    ):
+    said = r"mesh\.worker = 2 gives ranks weights of their own, .* set mesh\.worker = 1"
+    with pytest.raises(ConfigError, match=said):
         job_of(*words, "--mesh.dp_replicate", "2")
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -173,8 +174,7 @@ def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
 
 def with_links(*links: cluster.Link) -> cluster.Cluster:
     table = {"device": {"name": "d", "memory_gib": 1, "bandwidth_gb_s": 1, "peak_tflops": {"float32": 1}}}
-    made = cluster.from_table(table, "there")
-    return cluster.Cluster(**{**made.__dict__, "links": links})
+    return replace(cluster.from_table(table, "there"), links=links)
 
 
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
@@ -194,7 +194,6 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     reached = read.device.bandwidth_gb_s, kernels.bandwidth_efficiency, kernels.launch_us
     assert reached == pytest.approx((10.0, 0.5, 3.0))
     assert (kernels.tp_overhead_us, kernels.fsdp_overhead_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
-    assert len(read.links) == 2
     for back, link in zip(read.links, links, strict=True):
         assert (back.name, back.ranks) == (link.name, link.ranks)
         assert back.latency_us == pytest.approx(link.latency_us, rel=1e-3)

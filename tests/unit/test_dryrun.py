@@ -1,4 +1,8 @@
-"""The dry run's numbers are those of the shapes, counted by hand, and it leaves nothing behind."""
+"""The dry run's numbers are those of the shapes, counted by hand, and it leaves nothing behind.
+
+Every TOML in `configs/` dry-runs too, with its own widths, techniques and ranks: one layer a stage and the fewest micro
+batches that fill the pipeline, as what more of them would show is more of the same.
+"""
 
 import json
 from pathlib import Path
@@ -8,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.sweeps import but_sweep
 from titan.config import Job, load_job
 from titan.errors import ConfigError
 from titan.planner.dryrun import COMPONENTS, DryRun, dry_run, report
@@ -33,10 +38,9 @@ def _sent(run: DryRun, kind: str, axes: str) -> tuple[int, int]:
 
 
 def test_one_rank() -> None:
-    run = dry_run(_job(*ONE), 0)
+    run, tensors = dry_run(_job(*ONE), 0), LAYERS * 9 + 3
     assert run.parameters == PARAMETERS
     assert run.steady["parameters"] == 4 * PARAMETERS
-    tensors = LAYERS * 9 + 3
     assert run.steady["optimizer"] == 8 * PARAMETERS + 4 * tensors  # two moments, and a counter for each tensor
     assert run.peak_by_component["gradients"] == run.at_peak["gradients"] == 4 * PARAMETERS
     assert run.steady["gradients"] == run.steady["saved"] == run.at_peak["gathered"] == 0
@@ -45,20 +49,16 @@ def test_one_rank() -> None:
 
 def test_components_are_all_of_it_in_words_and_in_json() -> None:
     run = dry_run(_job(*TWO), 0)
-    assert set(run.at_peak) == set(COMPONENTS)
+    assert set(run.at_peak) == set(COMPONENTS) and 0 < len(run.timeline) <= 400
     assert run.peak_bytes == sum(run.at_peak.values()) == max(point.bytes for point in run.timeline)
-    assert 0 < len(run.timeline) <= 400
     assert 0.5 * run.peak_bytes < sum(each.bytes for each in run.top_allocations) <= run.peak_bytes
-    table = json.loads(json.dumps(run.as_json()))
-    assert table["peak_bytes"] == run.peak_bytes
-    assert table["collectives"][0]["axes"] == "dp_shard"
-    text = report(run)
+    table, text = json.loads(json.dumps(run.as_json())), report(run)
+    assert table["peak_bytes"] == run.peak_bytes and table["collectives"][0]["axes"] == "dp_shard"
     assert "rank 0 of 2" in text and "reduce_scatter over dp_shard (2 ranks): 6 calls" in text
 
 
 def test_matrix_products_and_attention() -> None:
-    run = dry_run(_job(*ONE), 0)
-    tokens = BATCH * SEQ
+    run, tokens = dry_run(_job(*ONE), 0), BATCH * SEQ
     forward = tokens * (2 * (LAYERS * LAYER + VOCAB * DIM) + LAYERS * 4 * SEQ * DIM)
     scores = tokens * LAYERS * 2 * SEQ * DIM  # made again in the backward of attention
     total, early = run.total_flops, tokens * 4 * VOCAB * DIM  # the loss makes the gradients of the head in forward
@@ -101,7 +101,7 @@ def test_recomputing_scores_repeats_products_of_attention_and_saves_no_scores(mo
 
 
 def test_shards_and_what_is_gathered() -> None:
-    run = dry_run(_job(*TWO), 0)
+    run, layer = dry_run(_job(*TWO), 0), 4 * (LAYER + 2 * DIM)
     assert run.steady["parameters"] == 4 * run.parameters
     assert run.parameters == pytest.approx(PARAMETERS / 2, rel=1e-3)
     assert run.at_peak["gathered"] == pytest.approx(4 * PARAMETERS, rel=1e-3)
@@ -109,7 +109,6 @@ def test_shards_and_what_is_gathered() -> None:
     calls, sent = _sent(run, "reduce_scatter", "dp_shard")
     assert calls == LAYERS + 2  # each layer, the embeddings, the head
     assert sent == pytest.approx(4 * PARAMETERS, rel=1e-3)
-    layer = 4 * (LAYER + 2 * DIM)
     assert [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)] == [LAYERS]
 
 
@@ -125,8 +124,7 @@ def test_zero_3_gathers_for_every_use_and_keeps_a_unit_or_two() -> None:
     gathers = [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)]
     assert gathers == [micro_batches * 2 * LAYERS]
     assert _sent(run, "reduce_scatter", "dp_shard")[0] == micro_batches * (LAYERS + 2)
-    assert run.at_peak["gathered"] < 4 * PARAMETERS / 2
-    assert run.steady["gathered"] == 0
+    assert run.at_peak["gathered"] < 4 * PARAMETERS / 2 and run.steady["gathered"] == 0
 
 
 def test_bf16_halves_what_is_computed_with_and_sums_in_fp32() -> None:
@@ -156,8 +154,7 @@ def test_pipeline(rank: int) -> None:
     run = dry_run(_job(*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1"), rank)
     hidden, micro_batches = SEQ * DIM * 4, 8
     assert run.stages == (rank,)
-    sent = [c for c in run.collectives if c.axes == "pp" and c.bytes == hidden]
-    both = [(c.kind, c.count, c.group_size) for c in sent]
+    both = [(c.kind, c.count, c.group_size) for c in run.collectives if (c.axes, c.bytes) == ("pp", hidden)]
     assert sorted(both) == [(kind, micro_batches, 2) for kind in ("recv", "send")]
     assert run.at_peak["communication"] >= micro_batches * hidden  # torch keeps a buffer for each
     assert run.peak.micro_batch >= 0
@@ -172,8 +169,7 @@ def test_norms_as_on_a_gpu_save_less_and_send_the_same() -> None:
     fused, plain = dry_run(job, 0), dry_run(job, 0, fused=False)
     rows = 2 * SEQ // 2  # of a micro batch, over the ranks of tp
     assert plain.peak_by_component["saved"] >= fused.peak_by_component["saved"] + 2 * LAYERS * rows * DIM * 4
-    assert fused.collectives == plain.collectives
-    assert fused.total_flops == plain.total_flops
+    assert (fused.collectives, fused.total_flops) == (plain.collectives, plain.total_flops)
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +189,34 @@ def test_ranks_in_one_process_do_not_share_shapes() -> None:
     assert first.parameters - last.parameters == 2 * DIM
     with pytest.raises(ConfigError, match="rank 2: must be from 0 to 1"):
         dry_run(_job(*TWO), 2)
+
+
+CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.toml"))
+LARGEST = ("gpt175b", "gpt1t", "llama33b", "qwen3_8b", "mixtral8x7b", "llama13b")
+
+
+def _short(name: str) -> Job:
+    path = Path(__file__).parents[2] / "configs" / f"{name}.toml"
+    job = load_job(path)
+    stages = job.layout.degree_of("layers")
+    each = next((t.config.stages_per_rank for t in job.techniques if hasattr(t.config, "stages_per_rank")), 1)
+    batch = job.micro_batch * job.batch_ranks * stages * min(each, 2)  # DualPipeV needs one for each of its stages
+    words = ["--model.n_layers", f"{stages * each}", "--train.global_batch_size", f"{batch}"]
+    if any(getattr(t.config, "split_points", None) for t in job.techniques):
+        words += ["--plugins.pipeline.split_points", ""]
+    return load_job(path, [*words, "--train.micro_batch_size", f"{job.micro_batch}"])
+
+
+# The plugin that wraps ignores this warning, and says why; pytest starts each test with filters of its own.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("name", but_sweep(CONFIGS, *LARGEST))
+def test_first_and_last_rank_of_each_config(name: str) -> None:
+    job = _short(name)
+    for rank in {0, job.layout.world_size - 1}:
+        run = dry_run(job, rank)
+        assert 4 * run.parameters <= run.steady["parameters"] < 4.4 * run.parameters  # uneven shards are padded
+        assert run.steady["optimizer"] >= 8 * run.parameters
+        assert run.peak_bytes > run.steady_bytes
+        total, head = run.total_flops, run.flops.get(job.spec.head[-1])
+        early = 2 * head.forward // 3 if head else 0  # the loss makes the gradients of the head in forward
+        assert total.recompute > 0 and total.backward + early == 2 * (total.forward - early)

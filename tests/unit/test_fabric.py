@@ -23,11 +23,11 @@ SIZES = "[model]\ndim = 512\nffn_dim = 1024\n[train]\nglobal_batch_size = 256\nm
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A job on two nodes, `together`, and one with a worker on each, `seldom`."""
-    folder, seldom = tmp_path_factory.mktemp("ways"), "worker = 2\ndp_shard = 4\n[plugins.local_steps]\nevery = 16\n"
-    layouts = {"together": "[mesh]\ndp_shard = 8\n", "seldom": f"[mesh]\n{seldom}"}
-    for name, layout in layouts.items():
-        (folder / f"{name}.toml").write_text(f'base = "{TOML}"\n{SIZES}{layout}')
-    return [folder / f"{name}.toml" for name in layouts]
+    folder = tmp_path_factory.mktemp("ways")
+    together, seldom = files = [folder / f"{name}.toml" for name in ("together", "seldom")]
+    together.write_text(f'base = "{TOML}"\n{SIZES}[mesh]\ndp_shard = 8\n')
+    seldom.write_text(f'base = "{together}"\n[mesh]\nworker = 2\ndp_shard = 4\n[plugins.local_steps]\nevery = 16\n')
+    return files
 
 
 def study(ways: list[Path], ratio: float | None = None, *words: str) -> Fabric:
@@ -38,8 +38,7 @@ def study(ways: list[Path], ratio: float | None = None, *words: str) -> Fabric:
 def seconds(path: Path, gbit_s: float) -> float:
     """Of a step, with this bandwidth for the four ranks of a node."""
     inner, outer = CLUSTER.links
-    job = load_job(path)
-    slower = replace(CLUSTER, links=(inner, replace(outer, bandwidth_gb_s=gbit_s / 8 / 4)))
+    job, slower = load_job(path), replace(CLUSTER, links=(inner, replace(outer, bandwidth_gb_s=gbit_s / 8 / 4)))
     return Planner(slower).predict(costs_of(job), job.layout).step_time_s
 
 

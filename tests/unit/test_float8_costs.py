@@ -40,10 +40,9 @@ def test_the_linears_that_are_converted_and_no_others() -> None:
 
 
 def test_what_is_split_between_two_formats_stays_as_many_parameters() -> None:
-    def parameters(*words: str) -> float:
-        return sum(parameter_count(op) * op.of_layers for op in planned(*words).layer)
-
-    assert parameters(*SOME) == pytest.approx(parameters())
+    layers = (planned(*words).layer for words in (SOME, ()))
+    some, none = (sum(parameter_count(op) * op.of_layers for op in layer) for layer in layers)
+    assert some == pytest.approx(none)
 
 
 def test_a_product_takes_the_rates_of_its_own_format() -> None:
@@ -57,20 +56,13 @@ def test_a_product_takes_the_rates_of_its_own_format() -> None:
 
 
 def test_casts_pass_over_operands_and_weights() -> None:
-    def casts(costs: Costs) -> Elementwise:
-        last = costs.layer[-1]
-        assert isinstance(last, Elementwise)
-        return last
-
-    costs = planned(*FLOAT8)
+    costs, rows = planned(*FLOAT8), planned(*FLOAT8, "--plugins.float8.recipe", "rowwise")
     linears = [op for op in costs.layer if isinstance(op, Matmul)]
     operands = sum(op.inputs + op.outputs for op in linears)
     weights = sum(op.inputs * op.outputs for op in linears) / costs.tokens
-    assert casts(costs).forward == pytest.approx(1.5 * (operands + weights))
-    rows = planned(*FLOAT8, "--plugins.float8.recipe", "rowwise")
-    assert casts(rows).backward == pytest.approx(4.5 * (operands + weights))
-    head = planned(*HEAD).head
-    copies = [op.scratch for op in head if isinstance(op, Elementwise)]
+    assert costs.layer[-1].forward == pytest.approx(1.5 * (operands + weights))  # type: ignore[union-attr]
+    assert rows.layer[-1].backward == pytest.approx(4.5 * (operands + weights))  # type: ignore[union-attr]
+    copies = [op.scratch for op in planned(*HEAD).head if isinstance(op, Elementwise)]
     assert 2.5 * 512 * costs.tokens in copies, "two copies of the gradient of the logits in float32, two in float8"
 
 

@@ -18,12 +18,19 @@ pytest.importorskip("tomlkit")
 
 BASE = Path(__file__).parents[1] / "configs" / "planned.toml"
 JOB = f"""# A job.
-base = "{BASE}"
+base = "{BASE}" # sizes
 
-[mesh]
+# Recomputation.
+[plugins.activation_checkpoint]
+mode = "full"
+
+[train]
+steps = 7
+
+[mesh] # of ranks
 tp = 2 # splits layers
 """
-LAYOUT = {"mesh.tp": 1, "plugins.activation_checkpoint.mode": "full"}
+LAYOUT = {"mesh.tp": 1, "plugins.tensor.sequence_parallel": False}
 
 
 @pytest.fixture
@@ -41,21 +48,24 @@ def folder_of(path: Path) -> list[str]:
     return sorted(file.name for file in path.parent.iterdir())
 
 
-def test_a_symlink_stays_and_its_file_is_written(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "links").mkdir()
-    link = tmp_path / "links" / "mine.toml"
+def linked_to(job: Path) -> Path:
+    link = job.with_name("links") / "mine.toml"
+    link.parent.mkdir()
     link.symlink_to("../job.toml")
+    return link
+
+
+def test_a_symlink_stays_and_its_file_is_written(job: Path) -> None:
+    link = linked_to(job)
     assert write(link)
     assert link.is_symlink() and "tp = 1 # splits layers" in job.read_text()
     assert folder_of(link) == ["mine.toml"] and folder_of(job) == ["job.toml", "links"]
 
 
-def test_base_files_are_beside_the_symlink(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "sizes.toml").write_text(f'base = "{BASE}"\n')
+def test_base_files_are_beside_the_symlink(job: Path) -> None:
+    link = linked_to(job)
+    link.with_name("sizes.toml").write_text(f'base = "{BASE}"\n')
     job.write_text(JOB.replace(str(BASE), "sizes.toml"))
-    link = tmp_path / "links" / "mine.toml"
-    link.symlink_to(job)
     assert write(link) and "tp = 1" in job.read_text()
 
 
@@ -79,19 +89,35 @@ def test_the_owner_stays(job: Path) -> None:
     assert write(job) and (job.stat().st_uid, job.stat().st_gid) == (12345, 54321)
 
 
-def never(*_: object, **__: object) -> None:
-    raise AssertionError("the search began")
+def plan(path: Path, ranks: int = 1, *words: str) -> int:
+    return main(["plan", "--config", str(path), "--search", "--in-place", "--world-size", str(ranks), *words])
 
 
-def plan(path: Path) -> int:
-    fixed = [word for axis in ("tp", "pp", "dp_replicate", "dp_shard") for word in (f"--mesh.{axis}", "1")]
-    return main(["plan", "--config", str(path), "--search", "--in-place", "--world-size", "1", *fixed])
+def test_a_layout_is_written_in_place(job: Path, capsys: pytest.CaptureFixture) -> None:
+    assert plan(job, 4, "--train.global_batch_size", "16", "--cluster", "a100-80gb") == 0
+    said = capsys.readouterr().out
+    text = job.read_text()
+    for kept in ("# A job.", "# sizes", "[mesh] # of ranks", "# splits layers", "# Recomputation.", "steps = 7"):
+        assert kept in text
+    assert "global_batch_size = 16" in text and f"wrote into {job}: " in said
+    found = re.search(r"^1 +(\S+ m?s)", said, re.M)
+    assert main(["plan", "--config", str(job), "--cluster", "a100-80gb"]) == 0
+    assert found and f"step time {found[1]}," in capsys.readouterr().out
+    assert plan(job, 4, "--cluster", "a100-80gb") == 0
+    assert "nothing, because it has this layout" in capsys.readouterr().out and job.read_text() == text
+    assert folder_of(job) == ["job.toml"]
+
+
+def test_what_cannot_be_edited_stays(job: Path, capsys: pytest.CaptureFixture) -> None:
+    assert plan(job, 4, "--model.preset", "mini") == 2
+    assert "cannot take the layout" in capsys.readouterr().err and job.read_text() == JOB
+    assert folder_of(job) == ["job.toml"]
 
 
 def test_a_file_that_is_not_writable_is_refused_before_the_search(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(best_first, "search", never)
+    monkeypatch.delattr(best_first, "search")
     job.chmod(0o444)
     assert plan(job) == 2
     assert f"{job}: is not writable (mode 0444); make it writable with chmod u+w {job}" in capsys.readouterr().err
@@ -101,20 +127,15 @@ def test_a_file_that_is_not_writable_is_refused_before_the_search(
 def test_without_tomlkit_nothing_is_searched(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(best_first, "search", never)
+    monkeypatch.delattr(best_first, "search")
     monkeypatch.setitem(sys.modules, "tomlkit", None)
     assert plan(job) == 2
     assert re.search(r"--in-place needs tomlkit; run: .*\[plan\]'?, or write a", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_folder_that_is_not_writable_is_refused(
-    job: Path, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "links").mkdir()
-    path = tmp_path / "links" / "mine.toml" if linked else job
-    if linked:
-        path.symlink_to(job)
+def test_a_folder_that_is_not_writable_is_refused(job: Path, linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = linked_to(job) if linked else job
     shut, access = path.parent, os.access
     monkeypatch.setattr(os, "access", lambda at, how: Path(at) != shut and access(at, how))  # root has all access
     with pytest.raises(ConfigError, match=f"its folder {shut} is not writable"):
@@ -131,7 +152,7 @@ def test_a_file_edited_during_the_search_stays(
         return search(*args, **{**kwargs, "workers": 1})
 
     monkeypatch.setattr(best_first, "search", edits)
-    assert plan(job) == 2
+    assert plan(job, 1, *(f"--mesh.{axis}=1" for axis in ("tp", "pp", "dp_replicate", "dp_shard"))) == 2
     assert f"{job}: changed during the search, so nothing was written; search again" in capsys.readouterr().err
     assert job.read_text() == edited and folder_of(job) == ["job.toml"]
 
@@ -162,7 +183,7 @@ def test_line_endings_stay(job: Path, end: str) -> None:
     job.write_bytes(JOB.replace("\n", end).encode())
     assert write(job)
     text = job.read_bytes().decode()
-    assert f"tp = 1 # splits layers{end}" in text and f'mode = "full"{end}' in text
+    assert f"tp = 1 # splits layers{end}" in text and f"sequence_parallel = false{end}" in text
     assert text.count("\n") == text.count(end) > JOB.count("\n")
 
 
@@ -208,15 +229,14 @@ def test_comments_and_form_stay(text: str, then: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--in-place: needs --config FILE; give the path"),
-        (("--config", "{job}", "--output", "{job}"), "--in-place and --output name the same file"),
-        (("--config", "{job}.absent"), "absent is not a file"),
+        ("--search", "--in-place: needs --config FILE; give the path"),
+        ("--search --config {job} --output {job}", "--in-place and --output name the same file"),
+        ("--search --config {job}.absent", "absent is not a file; give the path of the TOML to write"),
+        ("--config {job}", "--in-place: no layout is searched; add --search"),
     ],
 )
 def test_what_is_refused_before_the_search(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text('base = "debug"\n')
-    assert main(["plan", "--search", "--in-place", *(word.format(job=job) for word in words)]) == 2
-    assert said in capsys.readouterr().err and job.read_text() == 'base = "debug"\n'
+    assert main(["plan", "--in-place", *words.format(job=job).split()]) == 2
+    assert said in capsys.readouterr().err and job.read_text() == JOB

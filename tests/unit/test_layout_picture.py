@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.planned import CLUSTER, job_of
 from titan.cli import main
-from titan.config import Job, load_job
+from titan.config import load_job
 from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.mesh import Mesh
 from titan.planner.dryrun.run import _alone_as
@@ -34,7 +34,7 @@ def texts(svg: str) -> list[str]:
 
 def cells(svg: str) -> dict[int, list[str]]:
     """Lines of each rank's cell that say something."""
-    marked = {str(node.get("id")): node for node in ElementTree.fromstring(svg).iter(f"{SVG}g") if node.get("id")}
+    marked = {node.get("id", ""): node for node in ElementTree.fromstring(svg).iter(f"{SVG}g") if node.get("id")}
     said = {name: [text.text for text in node.iter(f"{SVG}text") if text.text] for name, node in marked.items()}
     return {int(name.removeprefix("rank-")): lines for name, lines in said.items()}
 
@@ -48,31 +48,29 @@ def fills(svg: str, rank: int) -> list[tuple[str, float, float, float, float]]:
     return [(str(box.get("fill")), a - x, b - y, c, d) for box, (a, b, c, d) in zip(boxes, at, strict=True)]
 
 
+WHOLE, POSITIONS = ["layers 0-3", "with embeddings and head"], "all 16 positions"
+SLICED, PIPED = "--mesh.tp 2 --mesh.dp_shard 1", "--mesh.pp 2 --mesh.dp_shard 1 --plugins.pipeline"
+EXPERTS = f"{' '.join(MOE)} --model.n_experts 8 --mesh.dp_shard 4 --mesh.ep 2"
+
+
 @pytest.mark.parametrize(
     ("words", "rank", "said"),
     [
-        ("--mesh.dp_replicate 4 --mesh.dp_shard 1", 3, ["layers 0-3", "with embeddings and head", "samples 6-7 of 8",
-                                                         "all 16 positions"]),
-        ("--mesh.dp_shard 4", 1, ["layers 0-3", "with embeddings and head", "keeps shard 2 of 4", "samples 2-3 of 8",
-                                  "all 16 positions"]),
-        ("--mesh.tp 2 --mesh.dp_shard 1", 1, ["layers 0-3", "with embeddings and head", "slice 2 of 2 of matrices (tp)",
-                                              "samples 0-7 of 8", "all 16 positions", "hidden states: 8 positions"]),
-        ("--mesh.tp 2 --mesh.dp_shard 1 --plugins.tensor.sequence_parallel false", 0,
-         ["layers 0-3", "with embeddings and head", "slice 1 of 2 of matrices (tp)", "samples 0-7 of 8",
-          "all 16 positions"]),
-        ("--mesh.pp 2 --mesh.dp_shard 1 --plugins.pipeline.split_points=[\"layers.3\"]", 1,
-         ["layer 3", "with head", "samples 0-7 of 8", "all 16 positions"]),
-        ("--mesh.pp 2 --mesh.dp_shard 1 --plugins.pipeline.schedule Interleaved1F1B "
-         "--plugins.pipeline.split_points=[\"layers.1\",\"layers.2\",\"layers.3\"]", 0,
-         ["layers 0, 2", "with embeddings", "samples 0-7 of 8", "all 16 positions"]),
-        ("--mesh.cp 2 --mesh.dp_shard 2", 3, ["layers 0-3", "with embeddings and head", "keeps shard 4 of 4",
-                                              "samples 4-7 of 8", "8 positions, part 2 of 2"]),
-        ("--mesh.worker 2 --mesh.dp_shard 2", 2, ["layers 0-3", "with embeddings and head",
-                                                  "own weights, 2 of 2 (worker)", "keeps shard 1 of 2",
-                                                  "samples 4-5 of 8", "all 16 positions"]),
-        (f"{' '.join(MOE)} --model.n_experts 8 --mesh.dp_shard 4 --mesh.ep 2", 2,
-         ["layers 0-3", "with embeddings and head", "keeps shard 3 of 4", "stack elements 0-3 of 8 (ep)",
-          "keeps shard 2 of 2", "samples 4-5 of 8", "all 16 positions"]),
+        ("--mesh.dp_replicate 4 --mesh.dp_shard 1", 3, [*WHOLE, "samples 6-7 of 8", POSITIONS]),
+        ("--mesh.dp_shard 4", 1, [*WHOLE, "keeps shard 2 of 4", "samples 2-3 of 8", POSITIONS]),
+        (SLICED, 1, [*WHOLE, "slice 2 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS,
+                     "hidden states: 8 positions"]),
+        (f"{SLICED} --plugins.tensor.sequence_parallel false", 0,
+         [*WHOLE, "slice 1 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS]),
+        (f'{PIPED}.split_points=["layers.3"]', 1, ["layer 3", "with head", "samples 0-7 of 8", POSITIONS]),
+        (f'{PIPED}.schedule Interleaved1F1B --plugins.pipeline.split_points=["layers.1","layers.2","layers.3"]', 0,
+         ["layers 0, 2", "with embeddings", "samples 0-7 of 8", POSITIONS]),
+        ("--mesh.cp 2 --mesh.dp_shard 2", 3,
+         [*WHOLE, "keeps shard 4 of 4", "samples 4-7 of 8", "8 positions, part 2 of 2"]),
+        ("--mesh.worker 2 --mesh.dp_shard 2", 2,
+         [*WHOLE, "own weights, 2 of 2 (worker)", "keeps shard 1 of 2", "samples 4-5 of 8", POSITIONS]),
+        (EXPERTS, 2, [*WHOLE, "keeps shard 3 of 4", "stack elements 0-3 of 8 (ep)", "keeps shard 2 of 2",
+                      "samples 4-5 of 8", POSITIONS]),
     ],
 )  # fmt: skip
 def test_a_cell_says_what_the_rank_holds(words: str, rank: int, said: list[str]) -> None:
@@ -93,7 +91,7 @@ def test_boxes_lie_where_the_parts_are() -> None:
 
 
 def test_the_same_content_has_the_same_color_and_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
-    job: Job = job_of("--mesh.tp", "2", "--mesh.dp_shard", "2")
+    job = job_of("--mesh.tp", "2", "--mesh.dp_shard", "2")
     svg = layout_picture(job, CLUSTER)
     weights, batch = ([fills(svg, rank)[box][0] for rank in range(4)] for box in (1, 4))
     assert weights[0] == weights[2] != weights[1] == weights[3]
@@ -202,9 +200,8 @@ def test_every_picture_of_the_docs_has_its_command() -> None:
 def test_the_pictures_of_the_docs_are_what_the_command_draws(
     picture: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [str(tmp_path / word) if word == picture else word for word in words]
     monkeypatch.chdir(ROOT)
-    assert main(words) == 0
+    assert main([str(tmp_path / word) if word == picture else word for word in words]) == 0
     assert (PAGES / picture).read_text() == (tmp_path / picture).read_text(), "draw it again, by the page's command"
 
 
@@ -223,5 +220,4 @@ def test_what_is_not_drawn(
     (tmp_path / "folder.svg").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--config", str(ROOT / "configs" / "debug.toml"), *words.split()]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "a.svg").exists()
+    assert said in capsys.readouterr().err and not (tmp_path / "a.svg").exists()

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from titan.config import load_job
-from titan.contracts import NamedParameter
+from titan.contracts import NamedParameter, Optimizer
 from titan.contracts.base.spec import ParameterKind
 from titan.errors import ConfigError
 from titan.plugins.optimizers.adafactor import Adafactor
@@ -31,8 +32,10 @@ Reference = Callable[[str, Tensor, Tensor, dict[str, Tensor], int], Tensor]
 """(name, weight, gradient, state, number of the update) -> the weight after it."""
 
 
-def _hold(optimizer: torch.optim.Optimizer, named: list[NamedParameter], reference: Reference) -> None:
-    """Three updates of the optimizer against those of the reference."""
+def _held(plugin: Optimizer, reference: Reference) -> tuple[Any, list[NamedParameter]]:
+    """An optimizer and its parameters after three updates, which are those of the reference."""
+    named = _parameters()
+    optimizer = plugin.build(named)
     expected = {n.name: n.parameter.detach().double() for n in named}
     states: dict[str, dict[str, Tensor]] = {n.name: {} for n in named}
     for t in (1, 2, 3):
@@ -45,6 +48,7 @@ def _hold(optimizer: torch.optim.Optimizer, named: list[NamedParameter], referen
             expected[n.name] = reference(n.name, weight, n.parameter.grad.double(), states[n.name], t)
     for n in named:
         torch.testing.assert_close(n.parameter.detach().double(), expected[n.name], rtol=2e-5, atol=2e-6)
+    return optimizer, named
 
 
 def _adamw(weight: Tensor, g: Tensor, state: dict[str, Tensor], t: int, lr: float, decay: float) -> Tensor:
@@ -75,10 +79,8 @@ def test_muon_iterates_on_each_matrix_and_adamw_has_the_rest(nesterov: bool, adj
         scale = 0.2 * math.sqrt(max(rows, columns)) if adjust != "original" else math.sqrt(max(1, rows / columns))
         return weight - 0.02 * (scale * u + 0.3 * weight)
 
-    named = _parameters()
-    optimizer = Muon(config).build(named)
+    optimizer, _ = _held(Muon(config), reference)
     assert type(optimizer).__name__ == "Muon"
-    _hold(optimizer, named, reference)
 
 
 def test_singular_values_of_an_update_are_near_one() -> None:
@@ -96,8 +98,7 @@ def test_lion_moves_each_number_by_the_rate() -> None:
         state["m"] = 0.99 * m + 0.01 * g
         return weight - 0.02 * (torch.sign(0.9 * m + 0.1 * g) + decay * weight)
 
-    named = _parameters()
-    _hold(Lion(Lion.Config(lr=0.02)).build(named), named, reference)
+    _held(Lion(Lion.Config(lr=0.02)), reference)
 
 
 def _schedule_free(decay: float, averages: dict[str, Tensor]) -> Reference:
@@ -113,15 +114,15 @@ def _schedule_free(decay: float, averages: dict[str, Tensor]) -> Reference:
 
 
 def test_schedule_free_takes_gradients_between_two_points_and_offers_their_mean() -> None:
-    named, averages = _parameters(), dict[str, Tensor]()
-    optimizer = ScheduleFreeAdamW(ScheduleFreeAdamW.Config(lr=0.02, weight_decay=0.3)).build(named)
-    _hold(optimizer, named, _schedule_free(0.3, averages))
+    averages = dict[str, Tensor]()
+    config = ScheduleFreeAdamW.Config(lr=0.02, weight_decay=0.3)
+    optimizer, named = _held(ScheduleFreeAdamW(config), _schedule_free(0.3, averages))
     trained = [n.parameter.detach().clone() for n in named]
-    optimizer.eval()  # type: ignore[attr-defined]
+    optimizer.eval()
     for n in named:
         torch.testing.assert_close(n.parameter.detach().double(), averages[n.name], rtol=2e-5, atol=2e-6)
         assert not torch.allclose(n.parameter, optimizer.state[n.parameter]["y"], rtol=0, atol=1e-4)
-    optimizer.train()  # type: ignore[attr-defined]
+    optimizer.train()
     assert all(torch.equal(n.parameter, y) for n, y in zip(named, trained, strict=True))
     assert all("y" not in optimizer.state[n.parameter] for n in named)
 
@@ -146,10 +147,8 @@ def test_adafactor_divides_by_the_product_of_rows_and_columns(scaled: bool) -> N
         decay = 0.3 if name not in ("norm", "table") else 0.0
         return weight - 0.02 * (size * u + decay * weight)
 
-    named = _parameters()
     config = Adafactor.Config(lr=0.02, clip=0.7, weight_decay=0.3, scale_parameter=scaled)
-    optimizer = Adafactor(config).build(named)
-    _hold(optimizer, named, reference)
+    optimizer, _ = _held(Adafactor(config), reference)
     numbers = sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
     assert numbers == (6 + 9) + (9 + 4) + 3 * (5 + 4) + 7 + (8 + 3)
 

@@ -55,17 +55,15 @@ WIDE += ("--train.global_batch_size", "1", "--train.micro_batch_size", "1")
 TINY = ("--model.preset", "mini", "--model.n_layers", "8", "--model.vocab_size", "1024", "--data.seq_len", "32")
 TINY += ("--train.global_batch_size", "4", "--train.micro_batch_size", "1")
 TABLE = (*TINY, "--model.n_layers", "4", "--model.vocab_size", "32768")
-EIGHT = ("--train.global_batch_size", "8")
-ZERO2 = ("--plugins.fsdp.zero_stage", "2")
 REPLICAS = ("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2", "--plugins.fsdp.zero_stage", "3")
+TWICE = (*REPLICAS, "--plugins.fsdp.zero_stage", "2", "--train.global_batch_size", "8")
 SHARDS = ("--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3", "--train.global_batch_size", "2")
 SIXTEEN = ("--train.micro_batch_size", "16")
 WORDS = (*LLAMA, "--model.vocab_size", "65536", "--train.global_batch_size", "256", "--train.micro_batch_size", "32")
 HEAD = ("--plugins.float8.head", "true")
 CHUNKS = ("--data.seq_len", "256", "--loss.chunk_tokens", "64", "--train.micro_batch_size", "2")
 MX = (*HEAD, "--plugins.float8.recipe", "mxfp8", "--plugins.float8.emulate", "always")
-MUON, LION = (("--optimizer.name", name) for name in ("muon", "lion"))
-BITS = ("--optimizer.name", "adamw_8bit")
+MUON, LION, BITS = (("--optimizer.name", name) for name in ("muon", "lion", "adamw_8bit"))
 UPDATED = (*LLAMA, *FEW, "--train.global_batch_size", "1", "--train.micro_batch_size", "1")
 FREE = ("--optimizer.name", "schedule_free_adamw", "--lr_schedule.name", "constant")
 
@@ -221,7 +219,7 @@ JOBS = {
     "updates in backward, replicas": (*TINY, *BF16, *REPLICAS, *WITHIN),
     "pure, updates in backward, replicas": (*TINY, *PURE, "nearest", *REPLICAS, *WITHIN),
     "pure, replicas": (*TABLE, *PURE, "nearest", *REPLICAS),
-    "pure, replicas, two micro batches": (*TABLE, *PURE, "nearest", *REPLICAS, *ZERO2, *EIGHT),
+    "pure, replicas, two micro batches": (*TABLE, *PURE, "nearest", *TWICE),
     "pure, whole replicas": (*TINY, *PURE, "nearest", "--plugins.ddp.enabled", "true", "--mesh.dp_replicate", "4"),
     "sums of a large table, once per step": (*TABLE, *BF16, "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"),
     "pure, sums of a large table, once per step": (*TABLE, *PURE, "nearest", "--mesh.dp_shard", "2"),

@@ -7,22 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.planned import CLUSTER, TOML, job_of
+from tests.planned import CLUSTER, TOML, job_of, predicted
 from titan.cli import main
 from titan.errors import ConfigError
 from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form
 from titan.planner.search.space import load_base
 from titan.planner.step.layout import costs_of
-from titan.planner.step.predict import Planner, Prediction
 
 STEPS = "--plugins.local_steps."
 WORKERS = ("--mesh.worker", "2", "--mesh.dp_shard", "4", "--train.global_batch_size", "16")
-
-
-def predicted(*words: str, cluster: object = CLUSTER) -> Prediction:
-    job = job_of(*words)
-    return Planner(cluster).predict(costs_of(job), job.layout)  # type: ignore[arg-type]
 
 
 def test_an_exchange_follows_the_shards_whatever_the_order_of_tables() -> None:
@@ -86,29 +80,22 @@ def test_the_report_names_the_exchange(capsys: pytest.CaptureFixture[str]) -> No
 def test_state_is_not_shared_over_workers_in_formulas() -> None:
     report = closed_form.report(job_of(*WORKERS, STEPS + "every", "8"))
     assert report["state"]["data_parallel_ranks"] == 4 and report["training"]["devices"] == 8
-    with pytest.raises(
-        ConfigError, match="must be a multiple of the 1 model-parallel ranks x 2 workers; nearest: 2 or 4"
-    ):
+    said = "must be a multiple of the 1 model-parallel ranks x 2 workers; nearest: 2 or 4"
+    with pytest.raises(ConfigError, match=said):
         closed_form.report(job_of(*WORKERS), devices=3)
 
 
-@pytest.fixture
-def drifting(tmp_path: Path) -> Path:
-    """A job with two workers."""
-    path = tmp_path / "drifting.toml"
-    path.write_text(f'base = "{TOML}"\n[mesh]\nworker = 2\n[plugins.local_steps]\nevery = 8\n')
-    return path
-
-
-def test_a_search_keeps_the_workers_of_the_job(drifting: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = load_base(drifting, ["--train.global_batch_size=16"])
-    layouts = list(base.space(8, 4).layouts())
-    assert {layout.degree("worker") for layout in layouts} == {2}
-    assert len({str(layout) for layout in layouts}) > 8
-    asked = load_base(drifting, ["--mesh.worker=4"]).space(8, 4)
-    assert {layout.degree("worker") for layout in asked.layouts()} == {4}
-    on = load_base(TOML, ["--plugins.local_steps.enabled=true"]).space(8, 4)
-    assert {layout.degree("worker") for layout in on.layouts()} == {1}
+def test_a_search_keeps_the_workers_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drifting = tmp_path / "drifting.toml"
+    drifting.write_text(f'base = "{TOML}"\n[mesh]\nworker = 2\n[plugins.local_steps]\nevery = 8\n')
+    for config, words, workers, least in (
+        (drifting, ["--train.global_batch_size=16"], 2, 9),
+        (drifting, ["--mesh.worker=4"], 4, 4),
+        (TOML, ["--plugins.local_steps.enabled=true"], 1, 9),
+    ):
+        layouts = list(load_base(config, words).space(8, 4).layouts())
+        assert {layout.degree("worker") for layout in layouts} == {workers}
+        assert len({str(layout) for layout in layouts}) >= least
     assert main(["plan", "--config", str(drifting), "--search", "--world-size", "7"]) == 2
     assert "7 ranks cannot be split with mesh.worker = 2" in capsys.readouterr().err
 

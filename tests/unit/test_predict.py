@@ -5,21 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planned import CLUSTER, TOML, job_of
+from tests.planned import CLUSTER, TOML, job_of, predicted
 from titan.cli import main
 from titan.contracts.base.cost import Recompute
 from titan.planner.machine.network import Group
 from titan.planner.report.render import prediction_text
 from titan.planner.step.layout import costs_of, group_of
-from titan.planner.step.predict import Planner, Prediction
+from titan.planner.step.predict import Planner
 
 PIPELINE = ("--mesh.pp", "2", "--train.micro_batch_size", "1")
-
-
-def predicted(*words: str) -> Prediction:
-    job = job_of(*words)
-    return Planner(CLUSTER).predict(costs_of(job), job.layout)
-
 
 LAYOUTS = [
     (),
@@ -52,6 +46,7 @@ def test_the_bubble_of_equal_stages_is_the_textbooks() -> None:
     bare = replace(costs, embeddings=(), head=(), collectives=(), dim=0, update_bytes=0.0)
     p = Planner(CLUSTER).draft(bare, job.layout).finish(memory=())
     assert p.time_s["bubble"] / (p.step_time_s - p.time_s["bubble"]) == pytest.approx(3 / 16, rel=1e-3)
+    assert p.bubble_fraction == pytest.approx(3 / (16 + 3), rel=1e-3)
 
 
 def test_full_recompute_is_another_forward_but_for_the_last_product() -> None:
@@ -109,10 +104,9 @@ def test_gathering_shards_takes_its_time_at_each_collective() -> None:
 
 
 def test_energy_and_price() -> None:
-    p = predicted()
+    p, waiting = predicted(), predicted(*PIPELINE)
     assert p.energy_j == pytest.approx(400 * p.step_time_s)
     assert p.price == pytest.approx(3.6 * p.step_time_s / 3600)
-    waiting = predicted(*PIPELINE)
     assert waiting.energy_j < 2 * 400 * waiting.step_time_s
 
 
@@ -126,12 +120,11 @@ def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[s
     keys = {"forward", "backward", "recompute", "tp", "cp", "ep", "dp", "worker", "pp", "bubble", "optimizer"}
     assert set(report["time_s"]) == keys
     assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
-    assert len(report["stages"]) == 2
+    assert [stage["layers"] for stage in report["stages"]] == [[[0, 1]], [[2, 3]]]
     memory = report["stages"][0]["memory_gib"]
-    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "cached", "overhead"}
-    assert set(memory) == parts | {"total"}
-    assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
-    assert report["stages"][0]["layers"] == [[0, 1]]
+    total = memory.pop("total")
+    assert set(memory) == {"parameters", "gradients", "optimizer", "activations", "buffers", "cached", "overhead"}
+    assert sum(memory.values()) == pytest.approx(total)
 
 
 def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:

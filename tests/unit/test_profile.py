@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -22,7 +23,8 @@ from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.layout import Layout
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
-from titan.plugins.observe.profile import MOST_BYTES, Config, Profile, recorder
+from titan.plugins.observe import profile
+from titan.plugins.observe.profile import Config, Profile, recorder
 from titan.plugins.observe.profile.intervals import divided, first_come, inside, minus, total, union
 from titan.plugins.observe.profile.table import by_row, text
 from titan.plugins.observe.profile.trace import OVER, axis_of_batches, seconds_per_step
@@ -33,16 +35,6 @@ AXES = (
     Axis(name="dp_shard", data="dealt", weights="copies", topology_order=20, doc="shards"),
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc="slices"),
 )
-
-
-def test_union_minus_and_inside() -> None:
-    spans = [(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (9.0, 9.0)]
-    assert union(spans) == [(0, 4), (5, 7)]
-    assert minus(spans, [(1, 2), (3.5, 6), (8, 9)]) == [(0, 1), (2, 3.5), (6, 7)]
-    assert minus([(0, 10)], [(2, 3), (-1, 1), (9, 12)]) == [(1, 2), (3, 9)]
-    assert minus(spans, []) == union(spans) and minus([], spans) == []
-    assert inside(spans, [(1, 2), (3.5, 6), (8, 9)]) == [(1, 2), (3.5, 4), (5, 6)]
-    assert total(spans) == 6
 
 
 def test_against_counting_instants_one_by_one() -> None:
@@ -58,8 +50,10 @@ def test_against_counting_instants_one_by_one() -> None:
     for _ in range(300):
         one, other, third = some(), some(), some()
         a, b, c = map(instants, (one, other, third))
-        assert instants(minus(one, other)) == a - b and instants(inside(one, other)) == a & b
-        assert all(before[1] < after[0] for before, after in pairwise(minus(one, other)))
+        for found, expected in ((union(one), a), (minus(one, other), a - b), (inside(one, other), a & b)):
+            assert instants(found) == expected and all(begin < end for begin, end in found)
+            assert all(before[1] < after[0] for before, after in pairwise(found))
+        assert total(one) == len(a)
         window = instants([(5, 35)])
         found = divided((5, 35), [{"a": one, "b": other}, {"a": third}])
         wanted = {"a": len((a | c - b) & window), "b": len((b - a) & window), "other": len(window - a - b - c)}
@@ -240,26 +234,21 @@ def test_every_row_is_a_key_of_metrics() -> None:
 NAME = "rank-0_steps-1-2"
 
 
-class Profiler:
-    """In place of torch's: writes a trace made by hand. fails: method -> what it raises."""
+def profiler(done: list[str], trace: str, fails: dict[str, Exception]) -> SimpleNamespace:
+    """In place of torch's: writes a trace made by hand. fails: what it does -> what that raises."""
 
-    def __init__(self, done: list[str], trace: str, fails: dict[str, Exception]) -> None:
-        self.done, self.trace, self.fails = done, trace, fails
-        self.prepare_trace, self.start_trace, self.stop_trace = (
-            partial(self._does, what) for what in ("prepare", "start", "stop")
-        )
+    def does(what: str, path: str = os.devnull) -> None:
+        done.append(what)
+        if what in fails:
+            raise fails[what]
+        Path(path).write_text(trace)
 
-    def export_chrome_trace(self, path: str) -> None:
-        self._does("export")
-        Path(path).write_text(self.trace)
-
-    def _does(self, what: str) -> None:
-        self.done.append(what)
-        if what in self.fails:
-            raise self.fails[what]
+    methods = {f"{what}_trace": partial(does, what) for what in ("prepare", "start", "stop")}
+    return SimpleNamespace(**methods, export_chrome_trace=partial(does, "export"))
 
 
 Recording = Callable[..., tuple[Profile, list[str]]]
+TRACE = json.dumps({"traceEvents": CPU + GPU[1:2]})
 
 
 @pytest.fixture
@@ -267,25 +256,22 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     """Makes a technique that records two steps of a rank, 1 and 2, and a list of what it does to the process."""
     caplog.set_level(logging.INFO, "titan")
 
-    whole = json.dumps({"traceEvents": CPU + GPU[1:2]})
-
-    def made(device: str = "cpu", trace: str = whole, from_step: int = 1, **fails: Exception) -> Any:
+    def made(device: str = "cpu", trace: str = TRACE, from_step: int = 1, **fails: Exception) -> Any:
         done: list[str] = []
         memory = SimpleNamespace(
             _record_memory_history=lambda enabled="all", **_: done.append(f"history {enabled}"),
             _dump_snapshot=lambda path: Path(path).touch(),
         )
-        monkeypatch.setattr(recorder, "profile", lambda: Profiler(done, trace, fails))
+        monkeypatch.setattr(recorder, "profile", lambda: profiler(done, trace, fails))
         monkeypatch.setattr(recorder, "_allocator", lambda device: memory)
         monkeypatch.setattr(recorder, "around_each", lambda around: lambda: done.append("deaf"))
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append("synchronize"))
         layout, group = Layout(AXES, {axis.name: 1 for axis in AXES}), SimpleNamespace(group_name="1")
-        where = torch.device(device)
+        where: Any = torch.device(device)
         mesh = SimpleNamespace(layout=layout, device=where, rank=0, groups=lambda: [("tp", group)])
         job = SimpleNamespace(folder=tmp_path, train=SimpleNamespace(steps=9))
-        technique = Profile(Config(from_step=from_step, steps=2))
-        context: Any = SimpleNamespace(mesh=mesh, job=job, device=where, predict=lambda name: None)
-        technique.apply(None, context)  # type: ignore[arg-type]
+        technique: Any = Profile(Config(from_step=from_step, steps=2))
+        technique.apply(None, SimpleNamespace(mesh=mesh, job=job, device=where, predict=lambda name: None))
         technique.load_state_dict({})
         return technique, done
 
@@ -374,30 +360,18 @@ def test_an_error_of_the_run_in_the_window(
     assert "seconds per step" not in caplog.text and warnings(caplog) == []
 
 
-@pytest.mark.parametrize("bytes_", [MOST_BYTES, MOST_BYTES + 1_000_000])
+@pytest.mark.parametrize(("bytes_", "large"), [(2_000_000, False), (2_000_001, True)])
 def test_a_large_trace_is_not_read(
-    bytes_: int, recording: Recording, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
+    bytes_: int, large: bool, recording: Recording, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
 ) -> None:
-    technique, _ = recording()
-    export = recorder.Recorder._export
-    monkeypatch.setattr(recorder.Recorder, "_export", lambda self, trace: max(export(self, trace), bytes_))
-    run(technique)
+    """The size of a trace is that of its JSON, which is compressed."""
+    monkeypatch.setattr(profile, "MOST_BYTES", 2_000_000)
+    run(recording(trace=TRACE.ljust(bytes_))[0])
     trace = tmp_path / "profile" / f"{NAME}.pt.trace.json.gz"
-    large = bytes_ > MOST_BYTES
-    assert trace.exists() and ("seconds per step" in caplog.text) == (not large)
-    assert warnings(caplog) == large * [
-        f"[plugins.profile] {trace} is written, but has no table: its JSON has 201 MB, at most 200 MB are read; set "
-        "steps lower"
-    ]
-
-
-def test_the_size_of_a_trace_is_that_of_its_json(recording: Recording, tmp_path: Path) -> None:
-    technique, _ = recording(trace="x" * 3_000_000)
-    assert technique._recorder is not None
-    technique._recorder.begin(1)
-    found = technique._recorder.end("some", whole=True)
-    assert found is not None and found.size == 3_000_000
-    assert gzip.decompress(found.trace.read_bytes()) == b"x" * 3_000_000
+    assert gzip.decompress(trace.read_bytes()).decode() == TRACE.ljust(bytes_)
+    assert ("seconds per step" in caplog.text) == (not large)
+    said = f"{trace} is written, but has no table: its JSON has 2 MB, at most 2 MB are read; set steps lower"
+    assert warnings(caplog) == large * [f"[plugins.profile] {said}"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -37,14 +38,10 @@ from titan.training import build
 Limits = tuple[int, int]
 
 
-def _limit() -> Limits:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
 def _raised(before: Limits, act: Callable[[], None]) -> Limits:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     act()
-    return _limit()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def _enter() -> None:
@@ -62,20 +59,15 @@ def test_the_soft_limit_of_descriptors_becomes_the_hard_one(act: Callable[[], No
 
 
 def test_a_limit_that_is_higher_or_refused_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Limits] = []
-
-    def refuse(_: int, limits: Limits) -> None:
-        asked.append(limits)
-        raise ValueError("not allowed to raise maximum limit")
-
-    monkeypatch.setattr(resource, "setrlimit", refuse)
+    refused = Mock(side_effect=ValueError("not allowed to raise maximum limit"))
+    monkeypatch.setattr(resource, "setrlimit", refused)
     for limits in ((2 * DESCRIPTORS, resource.RLIM_INFINITY), (4000, 4000), (resource.RLIM_INFINITY,) * 2):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         raise_descriptor_limit()
-    assert not asked
+    refused.assert_not_called()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
     raise_descriptor_limit()
-    assert asked == [(DESCRIPTORS, resource.RLIM_INFINITY)]
+    refused.assert_called_once_with(resource.RLIMIT_NOFILE, (DESCRIPTORS, resource.RLIM_INFINITY))
 
 
 @pytest.mark.parametrize(
@@ -90,14 +82,10 @@ def test_a_limit_that_is_higher_or_refused_stays(monkeypatch: pytest.MonkeyPatch
 def test_segments_expand_on_nvidia_gpus_unless_the_user_has_set_the_allocator(
     given: dict[str, str], hip: str | None, found: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ALLOCATOR:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    let_segments_expand()
-    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == found
+    with patch.dict(os.environ, given, clear=True):
+        let_segments_expand()
+        assert os.environ == found
 
 
 def test_a_rank_on_a_gpu_sets_the_allocator_before_it_touches_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +154,10 @@ def test_what_the_user_has_set_of_the_host_s_allocator_stands(
 ) -> None:
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *numbers: made.append(numbers)))
-    for name in (*HOST_ALLOCATOR, "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    keep_freed_memory(torch.device("cuda"))
-    assert not made
-    keep_freed_memory(torch.device("cpu"))
+    with patch.dict(os.environ, given, clear=True):
+        keep_freed_memory(torch.device("cuda"))
+        assert not made
+        keep_freed_memory(torch.device("cpu"))
     assert made == calls
 
 
@@ -254,8 +239,8 @@ def test_a_rank_is_bound_with_all_its_threads(tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("one core")
-    core = min(allowed)
-    rest = ",".join(str(number) for number in sorted(allowed - {core}))
+    core, *others = sorted(allowed)
+    rest = ",".join(map(str, others))
     folder = _machine(tmp_path, f"{core},{rest}", [rest, str(core)], 1)
     assert run_ranks(_bound, 1, str(folder), init=False) == [[{core}, True, True, 1, set()]]
 
@@ -263,20 +248,13 @@ def test_a_rank_is_bound_with_all_its_threads(tmp_path: Path) -> None:
 def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizing uses all cores of the node; memory that a rank allocates from then on is near its GPU."""
     order: list[str] = []
-
-    class WiredError(Exception):
-        pass
-
-    def wire(*_: object) -> None:
-        raise WiredError
-
     monkeypatch.setattr(build, "open_data", lambda *_: order.append("data") or (None, None))
     monkeypatch.setattr(build, "identify_tokenizer", lambda *_: ({}, {}))
     monkeypatch.setattr(build, "_check_tokenizer", lambda _: None)
     monkeypatch.setattr(build, "stay_near", lambda device: order.append(f"near {device}"))
-    monkeypatch.setattr(build, "wire", wire)
+    monkeypatch.setattr(build, "wire", Mock(side_effect=InterruptedError))
     job: Any = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0))
     rank = process.Rank(0, 1, 0, torch.device("cuda", 3))
-    with pytest.raises(WiredError):
+    with pytest.raises(InterruptedError):
         build._built(job, rank, FolderLock(Path()), None)
     assert order == ["data", "near cuda:3"]

@@ -47,8 +47,7 @@ def test_two_ranks_by_hand() -> None:
 def test_a_transfer_beside_the_work_delays_only_what_waits_for_it() -> None:
     timeline = simulate(TWO, UNEVEN, 0.5)
     assert timeline.makespan == 14.0  # once down, once up; the second tensor comes while the rank works
-    assert timeline.exposed == (1.0, 0.5)
-    assert timeline.idle == (7.0, 3.5)
+    assert timeline.exposed == (1.0, 0.5) and timeline.idle == (7.0, 3.5)
 
 
 def test_a_blocking_transfer_holds_both_ranks() -> None:

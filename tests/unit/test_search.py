@@ -1,24 +1,28 @@
-"""The search finds what going through every layout finds, keeps what is fixed, and says why there is none."""
+"""The search finds what going through every layout finds, keeps what is fixed, and says why there is none.
+
+It splits sequences over ranks where that can pay, and finds the best of these layouts too.
+"""
 
 import itertools
 import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.planned import CLUSTER, TOML, job_of
+from tests.planned import CLUSTER, TOML, job_of, small_cluster
 from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.base.cost import Costs, Stage
 from titan.errors import ConfigError
-from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
+from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster, load
 from titan.planner.search import best_first
-from titan.planner.search.best_first import Objective, _Search, search
+from titan.planner.search.best_first import Objective, Result, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
 from titan.planner.step.predict import Planner, Prediction, UnscheduledStep, stage_loads
@@ -27,7 +31,6 @@ EAGER = ("--plugins.compile.enabled=false",)
 """Halves the layouts, where compiled ones would show nothing more."""
 
 VALUES = {"time": lambda p: p.step_time_s, "price": lambda p: p.price, "energy": lambda p: p.energy_j}
-
 
 NOTHING_FITS = re.compile(
     r"error: no layout fits into 9.5e-05 GiB, 95 % of the device's 0.0001 GiB: (?P<looked>[\d,]+) layouts looked at, "
@@ -59,7 +62,12 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
     return found
 
 
-def times(result: Any) -> list[float]:
+def best_of(*words: str, cluster: Cluster = CLUSTER, ranks: int = 4, keep: int = 7, **how: Any) -> Result:
+    base = load_base(TOML, words)
+    return search(base.job, Planner(cluster), [base.space(ranks, 4)], keep=keep, **how)
+
+
+def times(result: Result) -> list[float]:
     return [found.prediction.step_time_s for found in result.best]
 
 
@@ -73,8 +81,7 @@ def four_ranks() -> list[Prediction]:
 
 @pytest.mark.parametrize("objective", ["time", "price", "energy"])
 def test_the_best_are_the_best_of_all(objective: Objective, four_ranks: list[Prediction]) -> None:
-    base = load_base(TOML, FIXED)
-    result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7, objective=objective)
+    result = best_of(*FIXED, objective=objective)
     values = sorted(VALUES[objective](prediction) for prediction in four_ranks)
     assert len(values) > 100
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
@@ -90,24 +97,28 @@ def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction], monk
     """
     below, above = sorted({prediction.peak_gib for prediction in four_ranks})[int(share * len(four_ranks)) :][:2]
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory_gib=(below + above) / 2 / MEMORY_LIMIT))
-    base = load_base(TOML, FIXED)
-    result = search(base.job, Planner(cluster), [base.space(4, 4)], keep=7)
+    result = best_of(*FIXED, cluster=cluster)
     within = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= below)
     fitting = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= cluster.device.memory_gib)
     assert result.too_large and within[:7] != fitting[:7]
     assert times(result) == pytest.approx(within[:7], rel=1e-9)
     memory = UnscheduledStep.memory
     monkeypatch.setattr(UnscheduledStep, "memory", lambda step, most: memory(step))
-    assert search(base.job, Planner(cluster), [base.space(4, 4)], keep=7) == result
+    assert best_of(*FIXED, cluster=cluster) == result
 
 
 @pytest.mark.sweep
 def test_the_best_are_the_best_of_all_with_compiled_layouts() -> None:
     words = FIXED[: -len(EAGER)]
-    base = load_base(TOML, words)
-    result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7)
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words))
-    assert times(result) == pytest.approx(values[:7], rel=1e-9)
+    assert times(best_of(*words)) == pytest.approx(values[:7], rel=1e-9)
+
+
+@pytest.mark.sweep
+def test_the_best_are_the_best_where_ranks_share_processors() -> None:
+    words, shared = ("--mesh.tp=1", *EAGER), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
+    values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
+    assert times(best_of(*words, cluster=shared)) == pytest.approx(values[:7], rel=1e-9)
 
 
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
@@ -148,10 +159,9 @@ def test_bounds_are_below_the_step_and_near_it() -> None:
         assert max(under) <= step * (1 + 1e-9), schedule
 
 
-@pytest.mark.sweep
-def test_no_layout_is_better_than_its_bounds() -> None:
-    words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true", *EAGER)
-    base, cuts, ratios = load_base(TOML, words).job, defaultdict(set), []
+def judged(*words: str) -> Iterator[tuple[Choice, Job, Prediction, float]]:
+    """Each layout of four ranks that fits, held against its bounds, and the bound of its memory as a share of it."""
+    base = load_base(TOML, words).job
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
     alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
@@ -160,7 +170,14 @@ def test_no_layout_is_better_than_its_bounds() -> None:
             assert max(bounds(run, alone, job)) <= VALUES[run.objective](prediction) * (1 + 1e-9), choice
         alike = runs[0].planner.stage_costs(uncut(job), job.layout)
         tensors = max(memory.total - memory.cached for memory in prediction.memory)
-        ratios.append(runs[0]._least_memory(alike) / tensors)
+        yield choice, job, prediction, runs[0]._least_memory(alike) / tensors
+
+
+@pytest.mark.sweep
+def test_no_layout_is_better_than_its_bounds() -> None:
+    cuts, ratios = defaultdict(set), []
+    for choice, job, _, ratio in judged("--train.global_batch_size=8", "--plugins.bf16.enabled=true", *EAGER):
+        ratios.append(ratio)
         of_pipeline = dict(choice.options).get("pipeline")
         cuts[str(choice.layout), choice.micro_batch, of_pipeline].add(costs_of(job).stages)
     assert 0.9 < max(ratios) <= 1 + 1e-9
@@ -168,23 +185,11 @@ def test_no_layout_is_better_than_its_bounds() -> None:
     assert all(len(found) == 1 for found in cuts.values()), "a cut that depends on options of other techniques"
 
 
-@pytest.mark.sweep
-def test_the_best_are_the_best_where_ranks_share_processors() -> None:
-    words, shared = ("--mesh.tp=1", *EAGER), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
-    base = load_base(TOML, words)
-    result = search(base.job, Planner(shared), [base.space(4, 4)], keep=7)
-    values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
-    assert times(result) == pytest.approx(values[:7], rel=1e-9)
-
-
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best_first, "FEW", 2)
-    base = load_base(TOML, ["--train.global_batch_size=8", *EAGER])
-    alone, shared = (
-        search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=20, workers=workers) for workers in (1, 3)
-    )
-    assert [str(f.choice) for f in shared.best] == [str(f.choice) for f in alone.best]
-    assert [f.prediction for f in shared.best] == [f.prediction for f in alone.best]
+    words = ("--train.global_batch_size=8", *EAGER)
+    alone, shared = (best_of(*words, ranks=8, keep=20, workers=workers) for workers in (1, 3))
+    assert [(str(f.choice), f.prediction) for f in shared.best] == [(str(f.choice), f.prediction) for f in alone.best]
     assert shared.layouts == alone.layouts
 
 
@@ -220,9 +225,8 @@ def test_layouts_share_out_all_ranks() -> None:
 
 
 def test_what_the_command_line_says_stays() -> None:
-    words = ["--mesh.tp=2", "--train.micro_batch_size=1", "--plugins.activation_checkpoint.mode=selective"]
-    base = load_base(TOML, words)
-    best = search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=50).best
+    words = ("--mesh.tp=2", "--train.micro_batch_size=1", "--plugins.activation_checkpoint.mode=selective")
+    best = best_of(*words, ranks=8, keep=50).best
     assert len(best) == 50
     for found in best:
         values = found.choice.values()
@@ -243,12 +247,7 @@ def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(tmp_path: Pa
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    small = tmp_path / "small.toml"
-    small.write_text(
-        '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
-        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
-    )
-    assert main([*plan_of(2), "--cluster", str(small), *FIXED]) == 2
+    assert main([*plan_of(2), "--cluster", small_cluster(tmp_path, 0.0001), *FIXED]) == 2
     found = NOTHING_FITS.fullmatch(capsys.readouterr().err)
     assert found
     looked, invalid, large = (int(found[name].replace(",", "")) for name in ("looked", "invalid", "large"))
@@ -329,3 +328,47 @@ def test_what_changes_the_curve_is_left_out_unless_asked_for(tmp_path: Path, cap
         assert main([*command, "--json", *words]) == 0
         asked = json.loads(capsys.readouterr().out)
         assert "drifting" not in asked["left_out"] and asked["layouts"][0]["layout"]["mesh.drift"] in degrees
+
+
+LONG = ("--data.seq_len=65536", "--model.max_seq_len=65536", "--train.global_batch_size=4", *EAGER)
+
+
+def test_sequences_are_split_where_ranks_still_have_many_positions() -> None:
+    def degrees(ranks: int, *words: str) -> set[int]:
+        return {layout.degrees["cp"] for layout in load_base(TOML, words).space(ranks, 4).layouts()}
+
+    assert degrees(16, "--data.seq_len=64") == {1}
+    assert degrees(64, *LONG) == {1, 2, 4, 8, 16}  # of 4,096 positions
+    assert degrees(16, "--data.seq_len=64", "--mesh.cp=2") == {2}
+
+
+def test_a_split_sequence_gains_nothing_that_a_smaller_micro_batch_has_not() -> None:
+    """Layouts whose micro batch has a factor in common with cp are left out: without them the best is the same."""
+    words = ("--data.seq_len=8192", "--model.max_seq_len=8192", "--train.global_batch_size=16", *EAGER)
+    words += ("--mesh.pp=1", "--mesh.tp=1")
+    space = load_base(TOML, words).space(8, 4)
+    sizes = {(layout.degrees["cp"], size) for layout in space.layouts() for size in space.micro_batches(layout)}
+    assert (2, 1) in sizes and (1, 2) in sizes and not any(cp > 1 and size % 2 == 0 for cp, size in sizes)
+    split = best_of(*words, "--mesh.cp=2", ranks=8, keep=3)
+    assert any(found.choice.micro_batch % 2 == 0 for found in split.best)
+    assert times(best_of(*words, ranks=8, keep=1))[0] <= times(split)[0]
+
+
+@pytest.mark.sweep
+def test_no_layout_of_split_sequences_is_better_than_its_bounds() -> None:
+    words = ("--data.seq_len=16384", "--model.max_seq_len=16384", "--train.global_batch_size=3", *EAGER)
+    words += ("--plugins.bf16.enabled=true", "--plugins.activation_checkpoint.enabled=false")
+    choices, _, predictions, ratios = zip(*judged(*words), strict=True)
+    assert max(ratios) <= 1 + 1e-9
+    assert len({dict(choice.options).get("context") for choice in choices}) == 4  # and none
+    values = sorted(prediction.step_time_s for prediction in predictions)
+    assert times(best_of(*words, keep=5)) == pytest.approx(values[:5], rel=1e-9)
+
+
+def test_long_sequences_need_their_ranks() -> None:
+    """Llama 3 8B at 131,072 tokens fits into no device of 40 GB with whole sequences, unless layers are sliced."""
+    path, planner = Path("configs/llama3_8b_128k.toml"), Planner(load("a100-40gb"))
+    whole, split = (load_base(path, [*words, "--mesh.tp=1", "--mesh.pp=1"]) for words in (["--mesh.cp=1"], []))
+    assert not search(whole.job, planner, [whole.space(32, 8)], keep=1).best
+    (best,) = search(split.job, planner, [split.space(32, 8)], keep=1).best
+    assert best.choice.layout.degrees["cp"] > 1 and best.prediction.time_s["cp"] > 0

@@ -44,9 +44,8 @@ def _at(study: Study, x: float, series: str = "") -> Point:
 
 
 def _same(point: Point, prediction: Prediction) -> bool:
-    assert point.values["step_time_s"] == pytest.approx(prediction.step_time_s, rel=1e-9)
-    assert point.values["tokens_per_s"] == pytest.approx(prediction.tokens_per_s, rel=1e-9)
-    assert point.values["bubble_fraction"] == pytest.approx(prediction.bubble_fraction, rel=1e-9)
+    for name in ("step_time_s", "tokens_per_s", "bubble_fraction"):
+        assert point.values[name] == pytest.approx(getattr(prediction, name), rel=1e-9)
     assert point.values["memory_gib"] == pytest.approx(max(m.total for m in prediction.memory) / 2**30, rel=1e-12)
     return point.fits == prediction.fits and not point.refused
 
@@ -71,8 +70,7 @@ def test_strong_scaling_keeps_the_batch_and_compares_with_the_smallest_that_fits
     for point in study.points:
         assert _same(point, _directly("--mesh.tp=8", f"--mesh.dp_shard={int(point.x) // 128}"))
     efficiency = [point.values["efficiency"] for point in study.points]
-    assert efficiency[0] == 1.0 and efficiency == sorted(efficiency, reverse=True)
-    assert efficiency[-1] < 0.9
+    assert efficiency[0] == 1.0 and efficiency[-1] < 0.9 and efficiency == sorted(efficiency, reverse=True)
     points = _study("strong-scaling", "--mesh.tp=2").points
     first = next(point for point in points if point.fits)
     assert first.values["efficiency"] == 1.0 and not points[0].fits and points[0].values["efficiency"] > 1.0
@@ -87,11 +85,10 @@ def test_scaling_goes_to_the_ranks_that_are_said() -> None:
 
 
 def test_what_a_batch_does_not_divide_over_is_refused() -> None:
-    points = _study("strong-scaling", config=None, ranks=16).points
-    assert [bool(p.refused) for p in points] == [False, False, False, False, True]
+    *others, last = _study("strong-scaling", config=None, ranks=16).points
+    assert len(others) == 4 and not any(point.refused for point in others) and last.values == {} and not last.fits
     said = "[train] global_batch_size = 24: must be divisible by the 16 data-parallel ranks"
-    assert points[-1].refused.startswith(said)
-    assert points[-1].values == {} and not points[-1].fits
+    assert last.refused.startswith(said)
 
 
 def test_tensor_trades_copies_for_slices_and_micro_batches_divide_what_a_rank_has() -> None:
@@ -160,21 +157,12 @@ def test_bubble_goes_through_schedules_and_micro_batches() -> None:
     study = _study("bubble", "--mesh.pp=4", "--mesh.tp=8")
     assert len(study.series) == 7 and "1F1B" in study.series  # the job's own stands for its schedule, once
     assert _xs([p for p in study.points if p.series == "1F1B"]) == [4, 8, 16, 32, 64, 128, 320]
-    for x in (4, 320):
-        direct = _directly("--mesh.pp=4", "--mesh.tp=8", f"--train.global_batch_size={2 * x}")
-        assert _same(_at(study, x, "1F1B"), direct)
-    words = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
-    direct = _directly("--mesh.pp=4", "--mesh.tp=8", "--train.global_batch_size=64", *words)
-    assert _same(_at(study, 32, "Interleaved1F1B 2"), direct)
+    interleaved = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
+    for x, series, words in ((4, "1F1B", ()), (320, "1F1B", ()), (32, "Interleaved1F1B 2", interleaved)):
+        direct = _directly("--mesh.pp=4", "--mesh.tp=8", f"--train.global_batch_size={2 * x}", *words)
+        assert _same(_at(study, x, series), direct)
     assert "needs at least 8" in _at(study, 4, "DualPipeV 2").refused
     assert _study("bubble", "--mesh.pp=4", "--plugins.pipeline.schedule=GPipe").series == ("GPipe",)
-
-
-def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
-    """(p - 1)/(m + p - 1) of 1F1B, p stages and m micro batches (arXiv 2104.04473, section 2.2.1)."""
-    even = ("--mesh.pp=8", "--mesh.tp=8", "--plugins.pipeline.schedule=1F1B", "--model.vocab_size=1024")
-    for point in _study("bubble", *even).points:
-        assert point.values["bubble_fraction"] == pytest.approx(7 / (point.x + 7), rel=0.08)
 
 
 def test_recompute_goes_through_all_that_is_optional() -> None:

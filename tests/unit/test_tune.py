@@ -1,14 +1,16 @@
-"""`titan tune` without runs: what is proposed, kept, told to the sampler, shown and written. 2 s.
+"""`titan tune` without runs: what is proposed, kept, told to the sampler, shown and written; and one trial.
 
-A made-up machine stands in for trials: a function from layout to outcome.
+A made-up machine stands in for trials, a function from layout to outcome; a made-up launcher for what starts one.
 """
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +30,7 @@ from titan.planner.tuning import proposal, trial
 from titan.planner.tuning.proposal import Proposer, imputed, parameters_of
 from titan.planner.tuning.results import Failed, Measured, Results, Trial
 from titan.planner.tuning.search import searched, table, tune
+from titan.planner.tuning.trial import Runner, failure
 
 OBJECTIVE = "tokens"
 
@@ -56,11 +59,13 @@ class Machine:
         return measured(100.0 * choice.micro_batch / choice.layout.degree("tp"))
 
 
-def go_on(path: Path, trials: int, *words: str, run: Callable[[Choice], Any] | None = None, ranks: int = 4) -> Results:
+def go_on(
+    path: Path, trials: int, *words: str, run: Callable[[Choice], Any] | None = None, ranks: int = 4,
+    first: Sequence[Choice] = (), tell: Callable[[str], None] = lambda _: None,
+) -> Results:  # fmt: skip
     job = base(*words)
-    results = Results(path, searched(job, ranks))
-    space = job.space(ranks, ranks)
-    tune(results, Proposer(space, [], OBJECTIVE), run or Machine(), OBJECTIVE, trials, lambda _: None, lambda _: None)
+    results, proposer = Results(path, searched(job, ranks)), Proposer(job.space(ranks, ranks), first, OBJECTIVE)
+    tune(results, proposer, run or Machine(), OBJECTIVE, trials, lambda _: None, tell)
     return results
 
 
@@ -74,30 +79,20 @@ def test_no_layout_is_run_twice_and_all_of_them_work(tmp_path: Path) -> None:
 
 def test_a_small_space_is_tried_to_its_end(tmp_path: Path) -> None:
     told: list[str] = []
-    fixed = ("--plugins.activation_checkpoint.enabled", "false", "--plugins.compile.enabled", "false")
-    job = base("--mesh.pp", "1", "--mesh.dp_shard", "1", *fixed)
-    results, space = Results(tmp_path / "r.jsonl", {}), job.space(2, 2)
-    proposer = Proposer(space, [], OBJECTIVE)
-    tune(results, proposer, Machine(), OBJECTIVE, 50, lambda _: None, told.append)
+    words = ("--plugins.activation_checkpoint.enabled", "false", "--plugins.compile.enabled", "false")
+    words += ("--mesh.pp", "1", "--mesh.dp_shard", "1")
+    results = go_on(tmp_path / "r.jsonl", 50, *words, ranks=2, tell=told.append)
     by_degrees = [(t.layout["mesh.dp_replicate"], t.layout["mesh.tp"]) for t in results.trials]
     # A global batch of 8: micro batches of 1, 2, 4, 8 on one batch rank, of 1, 2, 4 on each of two.
     assert sorted(by_degrees) == [(1, 2)] * 4 + [(2, 1)] * 3
     assert told[-1] == "all 7 layouts of the search space have been tried"
 
 
-def test_what_is_fixed_stays(tmp_path: Path) -> None:
-    words = ("--mesh.tp", "2", "--train.micro_batch_size", "2")
-    for each in go_on(tmp_path / "r.jsonl", 8, *words).trials:
-        assert each.layout["mesh.tp"] == each.layout["train.micro_batch_size"] == 2
-
-
 def test_the_planners_best_come_first(tmp_path: Path) -> None:
-    job = base()
-    space, machine, results = job.space(4, 4), Machine(), Results(tmp_path / "r.jsonl", {})
+    space, machine = base().space(4, 4), Machine()
     [layout] = [layout for layout in space.layouts() if layout.degree("dp_shard") == 4]
     first = [Choice(layout, 1, (*chosen, *staged[0])) for chosen, staged in space.options(layout)][:6]
-    proposer = Proposer(space, first, OBJECTIVE)
-    tune(results, proposer, machine, OBJECTIVE, 8, lambda _: None, lambda _: None)
+    go_on(tmp_path / "r.jsonl", 8, run=machine, first=first)
     assert len(first) == 6 and machine.ran[:6] == first and machine.ran[6] not in first
 
 
@@ -135,22 +130,6 @@ def test_a_search_goes_on_as_if_it_had_never_been_killed(tmp_path: Path) -> None
             go_on(cut, 9, run=machine)
             assert cut.read_bytes() == whole
             assert len(machine.ran) == 9 - max(0, kept.count(b"\n") - 1)
-
-
-def interrupted_after(trials: int, machine: Machine, how: Callable[..., Any], *words: Any) -> Callable[[Choice], Any]:
-    def run(choice: Choice) -> Measured | Failed:
-        if len(machine.ran) == trials:
-            how(*words)
-        return machine(choice)
-
-    return run
-
-
-def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        go_on(path, 9, run=interrupted_after(3, Machine(), signal.default_int_handler, signal.SIGINT, None))
-    assert len(go_on(path, 3).trials) == 3
 
 
 def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
@@ -236,11 +215,20 @@ def test_the_command_begins_with_what_the_planner_finds(machine: Machine, capsys
     assert [json.loads(line)["predicted_step_time_s"] for line in first] == sorted(predicted)[:2]
 
 
-def test_ctrl_c_shows_what_there_is(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(trial, "Runner", lambda **_: interrupted_after(4, machine, signal.raise_signal, signal.SIGTERM)):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_shows_what_there_is_and_leaves_the_file_valid(
+    number: signal.Signals, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(choice: Choice) -> Measured | Failed:
+        if len(machine.ran) == 4:
+            signal.raise_signal(number)
+        return machine(choice)
+
+    with patch.object(trial, "Runner", lambda **_: interrupted):
         assert cli.main([*WORDS, "--world-size", "4", "--trials", "9"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 5 and "stopped; the same command resumes the search" in err
+    assert cli.main([*WORDS, "--world-size", "4", "--trials", "4"]) == 0 and len(machine.ran) == 4
 
 
 def test_when_nothing_works_or_optuna_is_missing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,10 +265,93 @@ def test_wrong_input(words: list[str], said: str, machine: Machine, capsys: pyte
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "spans 2 nodes; give --world-size, and --launch"),
     ],
 )
-def test_ranks_that_it_cannot_start(
-    environment: dict[str, str], said: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+def test_ranks_that_it_cannot_start(environment: dict[str, str], said: str, machine: Machine) -> None:
+    with patch.dict(os.environ, environment), pytest.raises(ConfigError, match=said):
         command._ranks(argparse.Namespace(launch=None, world_size=None))
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "why"),
+    [
+        (2, "error: job.toml: [train] steps: missing\nerror: x", "refused", "error: job.toml: [train] steps: missing"),
+        (1, "a\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nerror: rank 1 failed", "memory", "torch.OutOfMem"),
+        (1, "error: rank 3 was killed by SIGKILL (out of memory?)", "memory", "error: rank 3 was killed"),
+        (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: not enough memory: you tried", "memory", "RuntimeError"),
+        (-9, "", "memory", "killed (exit code -9)"),
+        (137, "step 1/7", "memory", "killed (exit code 137)"),
+        (1, "Traceback\nRuntimeError: Connection refused\nerror: rank 0 failed", "launch", "RuntimeError: Connection"),
+        (1, "", "launch", "exit code 1, no output"),
+        (0, "all well", "launch", "all well"),
+    ],
+)
+def test_failures_have_types(code: int, said: str, kind: str, why: str) -> None:
+    found = failure(code, said)
+    assert found.kind == kind and found.why.startswith(why)
+
+
+FAKE_LAUNCHER = """
+import json, os, signal, sys, time
+words = dict(w[2:].split("=", 1) for w in sys.argv[1:] if "=" in w)
+folder = os.path.join(words["run.dir"], words["run.name"])
+os.makedirs(folder)
+rows = open(os.path.join(folder, "metrics.jsonl"), "w", buffering=1)
+for step in range(1, int(words["train.steps"]) + 1):
+    rows.write(json.dumps({
+        "step": step, "loss": None if MODE == "nan" and step == 3 else 1.0, "grad_norm": 1.0, "time": 0.0,
+        "step_time_s": 10.0 if step <= 2 else step / 100, "tokens_per_s": 100.0 / step, "peak_memory_gib": 0.5,
+        "model_tflops_per_device": 1.0 / step,
+    }) + "\\n")
+    if MODE == "nan" and step == 3:
+        sys.exit(1)
+    if MODE == "hang" and step == 2:
+        rows.write('{"step"')
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("deaf", flush=True)
+        signal.pause()
+"""
+
+
+def runner(folder: Path, mode: str = "well", overrides: Sequence[str] = (), timeout_s: float = 30.0) -> Runner:
+    launcher = [sys.executable, "-c", f"MODE = {mode!r}\n{FAKE_LAUNCHER}"]
+    return Runner(
+        config=LLAMA, overrides=overrides, ranks=1, folder=folder / "trial", warmup=2, steps=3, timeout_s=timeout_s,
+        launcher=launcher,
+    )  # fmt: skip
+
+
+def any_choice() -> Choice:
+    [layout] = base().space(1, 1).layouts()
+    return Choice(layout, 1)
+
+
+def test_medians_without_the_warm_up(tmp_path: Path) -> None:
+    found = runner(tmp_path)(any_choice())
+    assert found == Measured(
+        step_time_s=0.04, tokens_per_s=25.0, model_tflops_per_device=0.25, peak_memory_gib=0.5, watts=None
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_is_a_failure_of_its_own(tmp_path: Path) -> None:
+    assert runner(tmp_path, "nan")(any_choice()) == Failed("non-finite", "NaN or inf at step 3")
+
+
+def test_a_trial_that_hangs_is_killed(tmp_path: Path) -> None:
+    with patch.object(trial, "GRACE_S", 0.2):
+        found = runner(tmp_path, "hang", timeout_s=3.0)(any_choice())
+    assert found == Failed("timeout", "not done after 3 s (--timeout); 2 steps done")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_power_is_that_of_the_measured_steps() -> None:
+    readings = [(1.0, 50.0), (2.0, 300.0), (3.0, 400.0), (9.0, 70.0)]
+    assert trial._mean_power(readings, 1.5, 4.0) == 350.0
+    assert trial._mean_power(readings, 2.1, 2.2) == 300.0
+    assert trial._mean_power([], 0.0, 1.0) is None
+    assert replace(measured(700.0), watts=350.0).value("tokens-per-joule") == 2.0
+
+
+def test_what_a_trial_sets_is_not_given_twice(tmp_path: Path) -> None:
+    given = base("--run.sample_prompt", "The").overrides
+    words = runner(tmp_path, overrides=given)._words(any_choice())[2:]
+    assert load_job(LLAMA, words, 1).run.sample_prompt == "" and "--run.sample_prompt=The" in words

@@ -11,19 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.planned import CLUSTER, TOML, job_of
+from tests.planned import CLUSTER, TOML, job_of, predicted, small_cluster
 from titan.checkpoint.resume import compare
 from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.planner import PACKAGE
-from titan.contracts.plugin import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.search import unset_options
 from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
-from titan.planner.step.predict import Planner
 from titan.planner.trainer_api import persistent_gib
 from titan.training.foresight import choose, predictor
 
@@ -56,16 +54,13 @@ def stage(job: Job) -> int | None:
 
 @pytest.mark.parametrize("words", [SHARDED, PIPED, SPLIT])
 def test_the_estimate_is_the_planners(words: tuple[str, ...]) -> None:
-    job = job_of(*words)
-    planned = Planner(CLUSTER).predict(costs_of(job), job.layout).memory
-    assert needs(*words) == pytest.approx(max(memory.total for memory in planned) / GIB, rel=1e-12)
+    assert needs(*words) == pytest.approx(predicted(*words).peak_gib, rel=1e-12)
 
 
 @pytest.mark.parametrize(("words", "usual"), [(SHARDED, 1), ((*SHARDED[:4], "--train.micro_batch_size", "4"), 2)])
 def test_what_fits_keeps_the_usual_value(words: tuple[str, ...], usual: int) -> None:
     job = job_of(*words)
-    gib = needs(*words)
-    settled, (sentence,) = settle(job, with_limit(1.01 * gib))
+    settled, (sentence,) = settle(job, with_limit(1.01 * needs(*words)))
     assert settled is job and stage(job) is None
     assert f"zero_stage is not set, so zero_stage = {usual}: the job needs" in sentence
 
@@ -96,32 +91,22 @@ def test_a_set_value_stays(given: int) -> None:
     assert settle(job, too_small(*words)) == (job, [])
 
 
-def test_unknown_memory_decides_nothing() -> None:
-    job = job_of(*SHARDED)
-    settled, (sentence,) = settle(job, None)
-    assert settled is job and sentence.endswith("zero_stage = 1: the memory of the device is not known")
-
-
-def test_a_refused_value_is_not_taken() -> None:
-    job = job_of(*SPLIT)
-    settled, (sentence,) = settle(job, too_small(*SPLIT))
-    assert settled is job and "zero_stage = 1: the job" in sentence and "but zero_stage = 3 is refused: " in sentence
-
-
-def test_a_model_without_operations_keeps_the_usual_value() -> None:
-    job = job_of(*SHARDED)
-    vars(job)["spec"] = replace(job.spec, layer_ops=())
-    settled, (sentence,) = settle(job, too_small(*SHARDED))
-    assert settled is job and "memory cannot be predicted" in sentence
-
-
-def test_costs_that_the_planner_cannot_use_keep_the_usual_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_decides_nothing_the_usual_value_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on GPUs asks for the estimate too, and must train whatever a model states."""
-    job = job_of(*SHARDED)
-    memory = too_small(*SHARDED)
+    job, bare, split = job_of(*SHARDED), job_of(*SHARDED), job_of(*SPLIT)
+    vars(bare)["spec"] = replace(bare.spec, layer_ops=())
+
+    def kept(job: Job, memory: DeviceMemory | None) -> str:
+        settled, (sentence,) = settle(job, memory)
+        assert settled is job
+        return sentence.partition("zero_stage = 1: ")[2]
+
+    small = too_small(*SHARDED)
+    assert kept(job, None) == "the memory of the device is not known"
+    assert "but zero_stage = 3 is refused: " in kept(split, too_small(*SPLIT))
+    assert kept(bare, small).startswith("memory cannot be predicted (")
     monkeypatch.setattr(unset_options, "costs_of", lambda job: replace(costs_of(job), stages=()))
-    settled, (sentence,) = settle(job, memory)
-    assert settled is job and "memory cannot be predicted (ValueError: " in sentence
+    assert kept(job, small).startswith("memory cannot be predicted (ValueError: ")
 
 
 def test_a_checkpoint_resumes_with_either_value() -> None:
@@ -151,12 +136,7 @@ def test_stages_of_a_node_are_counted_as_they_are() -> None:
 
 
 def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    small = tmp_path / "small.toml"
-    small.write_text(
-        f'[device]\nname = "small"\nmemory_gib = {too_small(*SHARDED).gib}\nbandwidth_gb_s = 1000\n'
-        '[device.peak_tflops]\nfloat32 = 100\n[[links]]\nname = "wire"\nbandwidth_gb_s = 10\n'
-    )
-    words = ["--config", str(TOML), *SHARDED, "--cluster", str(small)]
+    words = ["--config", str(TOML), *SHARDED, "--cluster", small_cluster(tmp_path, too_small(*SHARDED).gib)]
     assert main(["plan", *words]) == 0
     chosen = capsys.readouterr().out.splitlines()[-1]
     assert chosen.startswith("[plugins.fsdp] zero_stage is not set, so zero_stage = 3: otherwise the job needs ")
@@ -225,10 +205,7 @@ class Choosy(Technique):
 
 
 @pytest.mark.parametrize("key", ["chunks", "chunk"])
-def test_a_technique_from_outside_chooses_too(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.load_plugins()
-    for name in ("_plugins", "_opened"):
-        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+def test_a_technique_from_outside_chooses_too(key: str, tmp_path: Path) -> None:
     (tmp_path / "choosy.py").write_text(CHOOSY.replace('{"chunks"', f'{{"{key}"'))
     job = load_job(TOML, ["--plugins.path", str(tmp_path), "--plugins.choosy.enabled", "true"])
     if key == "chunk":
