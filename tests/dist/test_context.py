@@ -53,10 +53,7 @@ CASES = {
         4, [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"], (*PACKED, *FOUR_LAYERS),
     ),
 }  # fmt: skip
-KEPT = (
-    *(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 2, window",
-    "ring, ddp 2",
-)  # fmt: skip
+KEPT = (*(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 2, window", "ring, ddp 2")
 
 
 @pytest.mark.parametrize("case", sweep_but(CASES, *KEPT))

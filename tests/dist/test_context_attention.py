@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.operations import Watch
 from titan.contracts import Costs
 from titan.contracts.base.cost import Attention
 from titan.plugins.parallel.context import blocks
@@ -71,7 +71,7 @@ CASES = {
     "ALiBi, groups, window over documents, scale": Case(
         slopes=SLOPES, scale=0.2, window=10, batch=2, borders=((7, 24), (13, 30))
     ),
-}  # fmt: skip
+}
 
 
 def _mask(case: Case, rank: int = 0, size: int = 1) -> Tensor:
@@ -92,12 +92,16 @@ def _whole(mask: Tensor, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
+def _both_ways(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Output and gradients."""
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
 def _alone(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Output and gradients of one process."""
-    *inputs, gradient = (t.to(dtype or case.dtype) for t in case.tensors())
-    inputs = [t.requires_grad_() for t in inputs]
-    out = _whole(_mask(case), case.scale, *inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    return _both_ways(partial(_whole, _mask(case), case.scale), *(t.to(dtype or case.dtype) for t in case.tensors()))
 
 
 def _ranks() -> Ranks:
@@ -120,16 +124,9 @@ def _own(name: str, case: Case) -> list[Tensor]:
     return [t.transpose(1, 2)[:, at].transpose(1, 2) for t in case.tensors()]
 
 
-def _run(name: str, case: Case) -> list[Tensor]:
-    *inputs, gradient = _own(name, case)
-    inputs = [t.requires_grad_() for t in inputs]
-    out = _method(name, case)(*inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-
-
 def _run_all(cases: dict[str, Case]) -> dict[tuple[str, str], list[Tensor]]:
     pairs = [(name, label) for name in METHODS for label in cases if _fits(name, cases[label].kv_heads)]
-    return {(name, label): _run(name, cases[label]) for name, label in pairs}
+    return {(n, label): _both_ways(_method(n, case := cases[label]), *_own(n, case)) for n, label in pairs}
 
 
 def _fits(name: str, kv_heads: int) -> bool:
@@ -146,11 +143,8 @@ def _joined(name: str, pieces: list[Tensor]) -> Tensor:
 def _results(size: int, cases: dict[str, Case]) -> Iterator[tuple[str, str, list[Tensor]]]:
     ranks = run_ranks(_run_all, size, cases)
     for name, label in ranks[0]:
-        yield (
-            name,
-            label,
-            [_joined(name, list(pieces)) for pieces in zip(*(r[name, label] for r in ranks), strict=True)],
-        )
+        pieces = zip(*(rank[name, label] for rank in ranks), strict=True)
+        yield name, label, [_joined(name, list(each)) for each in pieces]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -165,9 +159,8 @@ def test_output_and_gradients_are_those_of_one_process(size: int) -> None:
         slope = 2 * torch.finfo(torch.float32).eps * products * (CASES[label].scale or CASES[label].head_dim ** -0.5)
         for what, result, target in zip(("out", "dq", "dk", "dv"), results, expected[label], strict=True):
             atol = 2e-6 if what in ("out", "dv") else max(2e-6, slope * q.abs().max().item())
-            torch.testing.assert_close(
-                result, target, rtol=1e-5, atol=atol, msg=lambda text: f"{name}, {label}, {what}: {text}"  # noqa: B023
-            )  # fmt: skip
+            told = f"{name}, {label}, {what}: {{}}".format
+            torch.testing.assert_close(result, target, rtol=1e-5, atol=atol, msg=told)
     assert seen == set(METHODS)
 
 
@@ -188,16 +181,8 @@ def test_bf16_is_about_as_near_to_float32_as_one_process_is() -> None:
 # --- what autograd, recomputation and compilation make of it --------------------------------------------------------
 
 
-class _Seen(TorchDispatchMode):
-    """Counts the operations in `names`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[function._schema.name] += 1
-        return function(*args, **kwargs or {})
+def _counting(counts: Counter[str]) -> Watch:
+    return Watch(lambda function, *_: counts.update([function._schema.name]))
 
 
 COSTLY = ("titan::ring_attention", "titan::gather_attention", "_c10d_functional::all_to_all_single")
@@ -207,18 +192,15 @@ def _two_layers(method: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) 
     return method(method(q, k, v).tanh(), v, k)
 
 
-def _both_ways(forward: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> tuple[list[Tensor], int]:
-    """Output and gradients, and how many costly operations forward and backward ran."""
-    with _Seen() as seen:
-        out = forward(*inputs)
-        results = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    return results, sum(seen.counts[name] for name in COSTLY)
+def _like_a_sums(gradient: Tensor) -> Tensor:
+    """Without memory of its own."""
+    return gradient[..., :1].expand_as(gradient)
 
 
 def _transformed(name: str, case: Case) -> dict[str, tuple[list[Tensor], int]]:
+    """Output and gradients, and how many costly operations forward and backward ran."""
     *inputs, gradient = _own(name, case)
-    inputs = [t.requires_grad_() for t in inputs]
-    gradient = gradient[..., :1].expand_as(gradient)  # as a sum gives it, without memory of its own
+    gradient = _like_a_sums(gradient)
     layers = partial(_two_layers, _method(name, case))
     contexts = partial(create_selective_checkpoint_contexts, list(OPERATIONS))
     ways: dict[str, Callable[..., Tensor]] = {
@@ -226,11 +208,14 @@ def _transformed(name: str, case: Case) -> dict[str, tuple[list[Tensor], int]]:
         "recomputed": partial(checkpoint, layers, use_reentrant=False),
         "recomputed in part": partial(checkpoint, layers, use_reentrant=False, context_fn=contexts),
     }
-    results = {way: _both_ways(forward, inputs, gradient) for way, forward in ways.items()}
+    found = {}
+    for way, forward in ways.items():
+        with _counting(counts := Counter()):
+            results = _both_ways(forward, *inputs, gradient)
+        found[way] = results, sum(counts[name] for name in COSTLY)
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
-    out = compiled(*inputs)
-    results["compiled"] = [out.detach(), *torch.autograd.grad(out, inputs, gradient)], 0
-    return results
+    found["compiled"] = _both_ways(compiled, *inputs, gradient), 0
+    return found
 
 
 def _all_transformed(case: Case) -> dict[str, dict[str, tuple[list[Tensor], int]]]:
@@ -240,10 +225,8 @@ def _all_transformed(case: Case) -> dict[str, dict[str, tuple[list[Tensor], int]
 def test_two_layers_recomputed_and_compiled_give_the_same_numbers() -> None:
     case = Case(window=19, batch=2, borders=((7, 24), (13, 30)))
     *inputs, gradient = case.tensors()
-    inputs = [t.requires_grad_() for t in inputs]
-    gradient = gradient[..., :1].expand_as(gradient)
-    out = _two_layers(partial(_whole, _mask(case), case.scale), *inputs)
-    target = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    layers = partial(_two_layers, partial(_whole, _mask(case), case.scale))
+    target = _both_ways(layers, *inputs, _like_a_sums(gradient))
     ranks = run_ranks(_all_transformed, 2, case)
     for name in METHODS:
         for rank in ranks:
@@ -276,13 +259,13 @@ def test_implementations_run_on_meta_tensors(label: str) -> None:
     }
     for name, collectives in expected.items():
         forward, backward = (OPDEFS[f"titan::{name}{suffix}"] for suffix in ("", "_backward"))
-        with _Seen() as seen:
+        with _counting(seen := Counter()):
             results = forward._init_fn(q, k, v, *rest)
             gradients = backward._init_fn(grad, q, k, v, *results, *rest)
         supposed = forward(q, k, v, *rest), backward(grad, q, k, v, *results, *rest)
         for real, fake in zip((*results, *gradients), (t for pair in supposed for t in pair), strict=True):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
-        counts = {key.removeprefix("_c10d_functional::"): n for key, n in seen.counts.items() if "_c10d" in key}
+        counts = {key.removeprefix("_c10d_functional::"): n for key, n in seen.items() if "_c10d" in key}
         assert counts.pop("wait_tensor") == sum(collectives.values())
         assert counts == collectives
 
@@ -375,7 +358,6 @@ def test_queries_without_a_key_have_no_output() -> None:
     total, sums = torch.zeros_like(q), torch.full((1, 2, 3), -math.inf)
     blocks._merge(total, sums, out, lse)
     assert torch.equal(total, out) and torch.equal(sums, lse)
-    gradients = blocks._backward_written(
-        q, q, q[:, :, :2], q[:, :, :2], out, sums.nan_to_num(neginf=0.0), _masked(seen), None
-    )
+    sums = sums.nan_to_num(neginf=0.0)
+    gradients = blocks._backward_written(q, q, q[:, :, :2], q[:, :, :2], out, sums, _masked(seen), None)
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -8,8 +8,7 @@ scales differ: 1e-4 and 4e-3.
 """
 
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.dist.test_validation import validated, validation
 from tests.jobs import LLAMA, mesh
-from tests.sweeps import but_sweep, swept_case
-from titan.testing.jobs import Outcome, run_job, train_job, write_text
+from tests.sweeps import but_sweep, sweep_but, swept_case
+from titan.testing.jobs import Outcome, one_rank, run_job, train_job, trained, write_text
 from titan.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -33,6 +32,9 @@ OWN = ("--plugins.float8.emulate", "auto")
 STEPS = 3
 BASE = (*SIZES, "--train.steps", str(STEPS), "--optimizer.lr", "1e-3")
 GATHERED = ("--plugins.bf16.enabled", "true", "--plugins.float8.fsdp_all_gather", "true", *EMULATED)
+COMPILED = ("--plugins.compile.backend", "aot_eager")
+TWICE = ("--train.micro_batch_size", "2")
+HEAD = ("--plugins.float8.head", "true", "--model.vocab_size", "320", "--model.n_kv_heads", "4")
 LOSS_RTOL, NORM_RTOL = 1e-3, 2e-2
 FIRST_LOSS_RTOL, FIRST_NORM_RTOL = 1e-5, 1e-4
 
@@ -41,13 +43,11 @@ def float8(recipe: str) -> list[str]:
     return ["--plugins.float8.recipe", recipe, *EMULATED]
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    @cache
-    def outcome(*words: str) -> Outcome:
-        return train_job(tmp_path_factory.mktemp("one"), 1, *BASE, *words)
+MX = (*HEAD, "--data.seq_len", "32", *float8("mxfp8"))
 
-    return outcome
+
+def alone(*words: str) -> Outcome:
+    return one_rank(*BASE, *words)
 
 
 def assert_close(reference: Outcome, other: Outcome, loss: float, norm: float, steps: int = STEPS) -> None:
@@ -68,126 +68,80 @@ def assert_equal(reference: Outcome, other: Outcome) -> None:
     ("recipe", "precision"),
     [("tensorwise", "fp32"), ("rowwise", "bf16"), swept_case(("rowwise_with_gw_hp", "bf16"))],
 )
-def test_the_curve_is_close_to_the_one_without_and_not_the_same(recipe: str, precision: str, one_rank) -> None:
+def test_the_curve_is_close_to_the_one_without_and_not_the_same(recipe: str, precision: str) -> None:
     words = ["--plugins.bf16.enabled", "true"] if precision == "bf16" else []
-    off, on = one_rank(*words), one_rank(*words, *float8(recipe))
+    off, on = alone(*words), alone(*words, *float8(recipe))
     assert_close(off, on, 5e-3, 3e-2)
     assert off.rows[1]["loss"] != on.rows[1]["loss"]
 
 
-@pytest.mark.sweep
-def test_products_of_the_machines_own(one_rank, tmp_path: Path) -> None:
-    own = train_job(tmp_path, 1, *BASE, *float8("rowwise"), *OWN)
-    assert_close(one_rank(*float8("rowwise")), own, LOSS_RTOL, NORM_RTOL)
+LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "tensorwise, tp 2": (2, float8("tensorwise"), mesh(tp=2)),
+    "rowwise, dp_shard 2": (2, float8("rowwise"), mesh(dp_shard=2)),
+    "rowwise, tp 2": (2, float8("rowwise"), mesh(tp=2)),
+    "rowwise, split backward": (
+        4, (*float8("rowwise"), "--model.n_layers", "8"),
+        [*mesh(pp=4), "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
+    ),
+    "rowwise_with_gw_hp, pp 2": (2, float8("rowwise_with_gw_hp"), mesh(pp=2)),
+    "rowwise_with_gw_hp, tp 2": (2, float8("rowwise_with_gw_hp"), mesh(tp=2)),
+    "rowwise_with_gw_hp, dp_shard 2": (2, float8("rowwise_with_gw_hp"), mesh(dp_shard=2)),
+    "rowwise_with_gw_hp, a head whose logits are split, tp 2": (
+        2, (*HEAD, *float8("rowwise_with_gw_hp")), mesh(tp=2),
+    ),
+    "gathered, dp_shard 2": (2, GATHERED, mesh(dp_shard=2)),
+    "gathered, dp_shard 2, accumulation": (2, GATHERED, [*mesh(dp_shard=2), *TWICE]),
+    "gathered, dp_shard 2, accumulation, zero 3": (
+        2, GATHERED, [*mesh(dp_shard=2), *TWICE, "--plugins.fsdp.zero_stage", "3"],
+    ),
+    "gathered, hsdp": (4, GATHERED, mesh(dp_replicate=2, dp_shard=2)),
+    "gathered, dp_shard 2, tp 2": (4, GATHERED, mesh(dp_shard=2, tp=2)),
+    "gathered beside a head, dp_shard 2": (2, (*GATHERED, *HEAD), mesh(dp_shard=2)),
+    "products of the machine's own": (1, float8("rowwise"), OWN),
+    "gathered, products of the machine's own, dp_shard 2": (2, GATHERED, [*OWN, *mesh(dp_shard=2)]),
+}  # fmt: skip
+KEPT = (
+    "tensorwise, tp 2", "rowwise, dp_shard 2", "rowwise_with_gw_hp, pp 2",
+    "rowwise_with_gw_hp, a head whose logits are split, tp 2", "gathered, dp_shard 2",
+)  # fmt: skip
 
 
-@pytest.mark.sweep
-def test_products_of_the_machines_own_with_gathered_weights(one_rank, tmp_path: Path) -> None:
-    own = train_job(tmp_path, 2, *BASE, *GATHERED, *OWN, *mesh(dp_shard=2))
-    assert_close(one_rank(*GATHERED), own, LOSS_RTOL, NORM_RTOL)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "degrees"),
-    [
-        ("tensorwise", {"tp": 2}),
-        ("rowwise", {"dp_shard": 2}),
-        ("rowwise_with_gw_hp", {"pp": 2}),
-        swept_case(("rowwise", {"tp": 2})),
-        swept_case(("rowwise_with_gw_hp", {"tp": 2})),
-        swept_case(("rowwise_with_gw_hp", {"dp_shard": 2})),
-    ],
-    ids=str,
-)
-def test_layouts(recipe: str, degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
-    reference = one_rank(*float8(recipe))
-    other = train_job(tmp_path, 2, *BASE, *float8(recipe), *mesh(**degrees))
+@pytest.mark.parametrize("case", sweep_but(LAYOUTS, *KEPT))
+def test_layouts(case: str, tmp_path: Path) -> None:
+    ranks, same, words = LAYOUTS[case]
+    reference, other = alone(*same), train_job(tmp_path, ranks, *BASE, *same, *words)
     assert_close(reference, other, LOSS_RTOL, NORM_RTOL)
-    if recipe != "tensorwise":  # its scales cover a rank's own tokens, and its own slice of a matrix
+    if case.startswith("rowwise"):  # the others' scales cover a rank's own tokens, and its own slice of a matrix
         assert_close(reference, other, FIRST_LOSS_RTOL, FIRST_NORM_RTOL, steps=1)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [("tensorwise", "full"), ("rowwise", "selective"), swept_case(("rowwise_with_gw_hp", "selective"))],
-)
-def test_recomputing_changes_nothing(recipe: str, mode: str, one_rank) -> None:
-    assert_equal(one_rank(*float8(recipe)), one_rank(*float8(recipe), "--plugins.activation_checkpoint.mode", mode))
+RECOMPUTED = {
+    "tensorwise, full": (float8("tensorwise"), "full", ()),
+    "rowwise, selective": (float8("rowwise"), "selective", ()),
+    "rowwise_with_gw_hp, selective": (float8("rowwise_with_gw_hp"), "selective", ()),
+    "tensorwise, selective, compiled": (float8("tensorwise"), "selective", COMPILED),
+    "rowwise_with_gw_hp, selective, compiled": (float8("rowwise_with_gw_hp"), "selective", COMPILED),
+    "mxfp8 and its head, selective, compiled": (MX, "selective", COMPILED),
+}
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
-def test_compiled_with_single_operations_recomputed(recipe: str, one_rank) -> None:
-    compiled = ("--plugins.compile.backend", "aot_eager", "--plugins.activation_checkpoint.mode", "selective")
-    assert_equal(one_rank(*float8(recipe)), one_rank(*float8(recipe), *compiled))
-
-
-HEAD = ("--plugins.float8.head", "true", "--model.vocab_size", "320", "--model.n_kv_heads", "4")
-MX = (*HEAD, "--data.seq_len", "32", *float8("mxfp8"))
-
-
-@pytest.mark.sweep
-def test_mxfp8_and_its_head_compiled_with_single_operations_recomputed(one_rank) -> None:
-    compiled = ("--plugins.compile.backend", "aot_eager", "--plugins.activation_checkpoint.mode", "selective")
-    assert_equal(one_rank(*MX), one_rank(*MX, *compiled))
-
-
-def test_a_head_whose_logits_are_split_over_ranks(one_rank, tmp_path: Path) -> None:
-    """A row's scale covers one token in x and one word in W, so the first step is that of one rank."""
-    words = (*HEAD, *float8("rowwise_with_gw_hp"))
-    sliced = train_job(tmp_path, 2, *BASE, *words, *mesh(tp=2))
-    assert_close(one_rank(*words), sliced, LOSS_RTOL, NORM_RTOL)
-    assert_close(one_rank(*words), sliced, FIRST_LOSS_RTOL, FIRST_NORM_RTOL, steps=1)
+@pytest.mark.parametrize("case", sweep_but(RECOMPUTED, "tensorwise, full", "rowwise, selective"))
+def test_recomputing_changes_nothing(case: str) -> None:
+    same, mode, compiled = RECOMPUTED[case]
+    assert_equal(alone(*same), alone(*same, "--plugins.activation_checkpoint.mode", mode, *compiled))
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
-def test_compiled_to_kernels(one_rank, tmp_path: Path) -> None:
+def test_compiled_to_kernels(tmp_path: Path) -> None:
     words = (*float8("tensorwise"), *mesh(tp=2), "--plugins.compile.enabled", "true")
     compiled = train_job(tmp_path, 2, *BASE, *words, timeout=400)
-    assert_close(one_rank(*float8("tensorwise")), compiled, LOSS_RTOL, NORM_RTOL)
+    assert_close(alone(*float8("tensorwise")), compiled, LOSS_RTOL, NORM_RTOL)
 
 
-@pytest.mark.sweep
-def test_a_split_backward(one_rank, tmp_path: Path) -> None:
-    words = ("--model.n_layers", "8", *float8("rowwise"))
-    split = (*mesh(pp=4), "--plugins.pipeline.schedule", "InterleavedZeroBubble")
-    assert_close(one_rank(*words), train_job(tmp_path, 4, *BASE, *words, *split), LOSS_RTOL, NORM_RTOL)
-
-
-# --- weights gathered in float8 -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (2, mesh(dp_shard=2)),
-        swept_case((2, [*mesh(dp_shard=2), "--train.micro_batch_size", "2"])),
-        swept_case((2, [*mesh(dp_shard=2), "--train.micro_batch_size", "2", "--plugins.fsdp.zero_stage", "3"])),
-        swept_case((4, mesh(dp_replicate=2, dp_shard=2))),
-        swept_case((4, mesh(dp_shard=2, tp=2))),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
-)
-def test_layouts_of_gathered_weights(ranks: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_close(one_rank(*GATHERED), train_job(tmp_path, ranks, *BASE, *GATHERED, *words), LOSS_RTOL, NORM_RTOL)
-
-
-@pytest.mark.sweep
-def test_a_head_beside_gathered_weights(one_rank, tmp_path: Path) -> None:
-    words = (*GATHERED, *HEAD)
-    assert_close(one_rank(*words), train_job(tmp_path, 2, *BASE, *words, *mesh(dp_shard=2)), LOSS_RTOL, NORM_RTOL)
-
-
-def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
+def scales_after_training(folder: str, words: list[str]) -> list[tuple[str, float, float]]:
     """Of each weight on this rank: name, the scale its shard will be cast with, 448 over the maximum of the whole."""
-    from titan.config import load_job
-    from titan.ranks import process
-    from titan.ranks.meeting.launch_env import launched_world_size
-    from titan.training import build, trainer
-
-    run = build.build(job := load_job(LLAMA, words, launched_world_size()), process.join(job))
-    trainer.train(run)
+    run = trained(folder, words, str(LLAMA))
     held: list[Any] = [weight._local_tensor for part in run.parts for _, weight in part.parameters()]
     assert all(getattr(local, "_precomputed_scale", None) is None for local in held), "a sample would be scaled by it"
     for technique in run.context.techniques:  # as before a step that came now
@@ -207,11 +161,11 @@ def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
 def test_one_scale_a_weight_is_ready_on_every_rank(other: str, tmp_path: Path) -> None:
     """Also where stages are copies of the model that was converted, and where ranks hold slices of a weight."""
     write_text(tmp_path / "text")
-    folders = ("--run.dir", str(tmp_path), "--data.cache", f"{tmp_path}/cache", "--data.path", f"{tmp_path}/text")
-    words = [*BASE, *GATHERED, *folders, "--train.steps", "2", *mesh(dp_shard=2, **{other: 2})]
-    layers = {"tp": [2] * 4, "pp": [1] * 4}[other]
-    for held, scales in zip(layers, run_ranks(scales_after_training, 4, words, init=False), strict=True):
-        assert len(scales) == 7 * held
+    text = ("--data.path", str(tmp_path / "text"))
+    words = [*BASE, *GATHERED, *text, "--train.steps", "2", *mesh(dp_shard=2, **{other: 2})]
+    layers = {"tp": 2, "pp": 1}[other]
+    for scales in run_ranks(scales_after_training, 4, str(tmp_path), words, init=False):
+        assert len(scales) == 7 * layers
         for name, scale, expected in scales:
             assert math.isclose(scale, expected, rel_tol=1e-6), name
 

@@ -1,7 +1,5 @@
 """float16 with a loss scale: one meaning at every layout, true gradients, and a scale that all ranks move alike."""
 
-import math
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +8,8 @@ import pytest
 from tests.dist.test_nonfinite import inject_nan
 from tests.jobs import FOUR_LAYERS, MOE, SAVING, mesh
 from tests.signals import TEN
-from tests.sweeps import but_sweep, sweep_but, swept_case
-from titan.testing.jobs import Outcome, one_rank, read_rows, saved_tensors, train_job
+from tests.sweeps import sweep_but, swept_case
+from titan.testing.jobs import Outcome, differences, one_rank, read_rows, saved_tensors, train_job
 from titan.testing.ranks import RankError
 
 FP16 = ("--plugins.fp16.enabled", "true")
@@ -28,25 +26,13 @@ LAYOUTS = {
     "compiled, recompute": (1, [*COMPILED, *RECOMPUTE]),
     "dp 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
-SWEPT = (
-    "replicas 2",
-    "compiled, recompute",
-    "cp 2",
-    "accumulation, zero 3",
-    "dp 2, tp 2, pp 2",
-)
 
 
 def assert_near(one: Outcome, other: Outcome) -> None:
-    """Every loss and gradient norm; None stands for one that is not finite."""
-    assert one.rows.keys() == other.rows.keys()
-    for step, row in one.rows.items():
-        assert math.isclose(row["loss"], other.rows[step]["loss"], rel_tol=LOSS_RTOL), step
-        norms = [math.inf if norm is None else norm for norm in (row["grad_norm"], other.rows[step]["grad_norm"])]
-        assert math.isclose(*norms, rel_tol=NORM_RTOL), step
+    assert differences(one, other, {"loss": LOSS_RTOL, "grad_norm": NORM_RTOL}) == []
 
 
-@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
+@pytest.mark.parametrize("layout", sweep_but(LAYOUTS, "dp 2", "tp 2", "pp 2"))
 def test_layouts(layout: str, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
     assert_near(one_rank(*FP16), train_job(tmp_path, world_size, *FP16, *words))
@@ -68,8 +54,6 @@ def test_weights_and_optimizer_state_stay_float32(tmp_path: Path) -> None:
     assert set(kept) == {"torch.float32"}
 
 
-# --- the scale ----------------------------------------------------------------------------------------------------
-
 SCALED = (*FP16, "--plugins.fp16.init_scale", "1024", "--plugins.fp16.growth_interval", "3", "--train.steps", "8")
 SPOILT = (2, 5)
 SCALES = [1024, 512, 512, 512, 256, 256, 256, 512]
@@ -80,15 +64,10 @@ def scales(outcome: Outcome) -> list[float]:
     return [outcome.rows[step]["loss_scale"] for step in sorted(outcome.rows)]
 
 
-@cache
-def spoilt_on_one_rank() -> Outcome:
-    return one_rank(*SCALED, *inject_nan(*SPOILT))
-
-
 @pytest.mark.parametrize("layout", sweep_but(("dp 2", "pp 2", "tp 2", "dp 2, tp 2, pp 2"), "dp 2", "pp 2"))
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout: str, tmp_path: Path) -> None:
     """By default, where other runs end. `train_job` compares the weights of replicas."""
-    one, (world_size, words) = spoilt_on_one_rank(), LAYOUTS[layout]
+    one, (world_size, words) = one_rank(*SCALED, *inject_nan(*SPOILT)), LAYOUTS[layout]
     many = train_job(tmp_path, world_size, *words, *SCALED, *inject_nan(*SPOILT, rank=world_size - 1))
     for outcome in (one, many):
         assert scales(outcome) == SCALES
@@ -136,7 +115,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("case", but_sweep(RESUMES, "workers", "workers, then one"))
+@pytest.mark.parametrize("case", sweep_but(RESUMES, "dp 2, then pp 2"))
 def test_a_resumed_run_goes_on_with_its_scale(case: str, tmp_path: Path) -> None:
     spoil = (*SAVING, *SCALED, *inject_nan(2, rank=1))
     before, after, expected = RESUMES[case]
@@ -144,22 +123,9 @@ def test_a_resumed_run_goes_on_with_its_scale(case: str, tmp_path: Path) -> None
     assert scales(train_job(tmp_path, after[0], *after[1], *spoil)) == expected
 
 
-# --- losses beside the objective ----------------------------------------------------------------------------------
-
-SIDE = (
-    *FOUR_LAYERS,
-    "--model.balance",
-    "sequence",
-    "--model.balance_rate",
-    "3",
-    "--train.steps",
-    "2",
-    "--train.grad_clip",
-    "0",
-)
+BALANCE = ("--model.balance", "sequence", "--model.balance_rate", "3")
+SIDE = (*FOUR_LAYERS, *BALANCE, "--train.steps", "2", "--train.grad_clip", "0")
 PLAIN = ("--optimizer.name", "sgd", "--optimizer.lr", "0.1")
-
-
 SIDES = {"one": (1, []), **{name: LAYOUTS[name] for name in ("pp 2", "tp 2", "compiled, recompute")}}
 
 

@@ -37,14 +37,17 @@ def _module() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
 
 
-def _mixed() -> tuple[float, float, dict[str, float]]:
-    rank = dist.get_rank()
+def _sliced_and_sharded() -> ModelPart:
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = _module()
     parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(module[0], mesh=both["dp"])
     fully_shard(module[1], mesh=both["dp"])  # the last layer stays plain
-    part = ModelPart(module)
+    return ModelPart(module)
+
+
+def _mixed() -> tuple[float, float, dict[str, float]]:
+    part = _sliced_and_sharded()
     init_weights(part, PLAN, seed=3)
     worst = {}
     for name, parameter in part.parameters():
@@ -55,7 +58,7 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
         Axis(name="dp", data="dealt", weights="copies", topology_order=1, doc=""),
         Axis(name="tp", data="same", weights="slices", topology_order=2, doc=""),
     ]
-    mesh = Mesh(lay_out(axes, {"dp": 2, "tp": 2}, 4)[0], torch.device("cpu"), rank)
+    mesh = Mesh(lay_out(axes, {"dp": 2, "tp": 2}, 4)[0], torch.device("cpu"), dist.get_rank())
     norm = global_norm([part], mesh)
     clip([part], norm, 0.25)
     return float(norm), float(global_norm([part], mesh)), {name: float(value) for name, value in worst.items()}
@@ -73,12 +76,7 @@ def test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameter
 
 def _without(missing: list[str], ranks: tuple[int, ...]) -> tuple[float, int]:
     """The norm where some ranks lack some gradients, and how many all-reduces it has taken."""
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = _module()
-    parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(module[0], mesh=both["dp"])
-    fully_shard(module[1], mesh=both["dp"])
-    part = ModelPart(module)
+    part = _sliced_and_sharded()
     for name, parameter in part.parameters():
         nn.init.ones_(parameter)
         if name not in missing or dist.get_rank() not in ranks:

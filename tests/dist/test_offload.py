@@ -1,5 +1,6 @@
 """Offloading changes no bit: loss, gradient norm, weights and checkpoints are those of a run without."""
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -37,13 +38,15 @@ def assert_saved_equal(ours: Outcome, theirs: Outcome, step: int) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+def assert_the_same_run(folder: Path, ranks: int, words: Sequence[str], offloaded: Sequence[str]) -> None:
+    plain, other = (train_job(folder, ranks, *words, *SHORT, *more, name=str(len(more))) for more in ((), offloaded))
+    assert_equal(plain, other)
+    assert_saved_equal(plain, other, 4)
+
+
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2", "tp 2", "pp 2"))
 def test_state_of_the_optimizer(layout: str, tmp_path: Path) -> None:
-    ranks, words = LAYOUTS[layout]
-    plain = train_job(tmp_path, ranks, *words, *SHORT, name="plain")
-    offloaded = train_job(tmp_path, ranks, *words, *SHORT, *OPTIMIZER, name="offloaded")
-    assert_equal(plain, offloaded)
-    assert_saved_equal(plain, offloaded, 4)
+    assert_the_same_run(tmp_path, *LAYOUTS[layout], OPTIMIZER)
 
 
 MODES = {
@@ -76,11 +79,7 @@ SHARDED = {
 @pytest.mark.parametrize("layout", but_sweep(SHARDED, "hsdp", "pp 2"))
 def test_weights(layout: str, tmp_path: Path) -> None:
     ranks, words = SHARDED[layout]
-    words = [*words, *SHORT, *PARAMETERS]
-    plain = train_job(tmp_path, ranks, *words, name="plain")
-    offloaded = train_job(tmp_path, ranks, *words, "--plugins.offload.parameters", "true", name="offloaded")
-    assert_equal(plain, offloaded)
-    assert_saved_equal(plain, offloaded, 4)
+    assert_the_same_run(tmp_path, ranks, [*words, *PARAMETERS], ("--plugins.offload.parameters", "true"))
 
 
 def _policies(folder: str, words: list[str], config: str) -> dict[str, torch.Tensor]:

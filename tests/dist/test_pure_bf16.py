@@ -1,6 +1,5 @@
 """Pure bf16: the same rounding at any layout, near mixed precision, resumed to the bit, and skipped as a whole."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.commands import run_titan
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import LLAMA, MOE, SAVING, mesh
-from tests.sweeps import swept_case
+from tests.jobs import LLAMA, MOE, SAVING, mesh, settings
+from tests.sweeps import sweep_but, swept_case
 from titan.contracts import NamedParameter
 from titan.plugins.optimizers.adamw import AdamW
 from titan.plugins.optimizers.adamw import Config as AdamWConfig
 from titan.plugins.optimizers.schedule_free_adamw import Config as ScheduleFreeConfig
 from titan.plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from titan.plugins.precision.bf16 import BFloat16, Config
-from titan.testing.jobs import Outcome, saved_tensors, train_job
+from titan.testing.jobs import Outcome, differences, saved_tensors, train_job
 from titan.testing.ranks import run_ranks
 
 LOSS_RTOL, NORM_RTOL = 2e-3, 2e-2
@@ -32,9 +31,6 @@ EACH_STEP = (*SAVING, "--checkpoint.every", "1", "--checkpoint.keep_latest", "0"
 
 def pure(rounding: str = "stochastic") -> tuple[str, ...]:
     return ("--plugins.bf16.pure", "true", "--plugins.bf16.rounding", rounding)
-
-
-# --- one update, sharded in every way -----------------------------------------------------------------------------
 
 
 def _updated(weights: dict[str, Tensor], rounding: str) -> dict[str, Tensor]:
@@ -97,49 +93,34 @@ def test_an_update_has_the_same_bits_however_weights_are_sharded(rounding: str) 
             assert not wrong, f"way {number}: {wrong}"
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train_job(tmp_path_factory.mktemp("one"), 1, *pure())
-
-
 def assert_near(one: Outcome, other: Outcome) -> None:
-    for step, row in one.rows.items():
-        assert math.isclose(row["loss"], other.rows[step]["loss"], rel_tol=LOSS_RTOL), step
-        assert math.isclose(row["grad_norm"], other.rows[step]["grad_norm"], rel_tol=NORM_RTOL), step
+    assert differences(one, other, {"loss": LOSS_RTOL, "grad_norm": NORM_RTOL}) == []
 
 
-@pytest.mark.parametrize(
-    ("world_size", "words"),
-    [
-        (2, mesh(dp_shard=2)),
-        swept_case((2, mesh(tp=2))),
-        swept_case((2, [*mesh(pp=2), "--model.tied", "true"])),
-        swept_case((4, mesh(dp_replicate=2, dp_shard=2))),
-        swept_case((2, mesh(cp=2))),
-    ],
-    ids=str,
-)
-def test_layouts(world_size: int, words: list[str], one_rank: Outcome, tmp_path: Path) -> None:
-    """Replicas of tensor parallelism, of HSDP and of a tied table have the same bits, which `train_job` asserts."""
-    tied = words[-2:] if "tied" in "".join(words) else []
-    one = train_job(tmp_path, 1, *pure(), *tied, name="one") if tied else one_rank
-    assert_near(one, train_job(tmp_path, world_size, *pure(), *words))
+OF_ONE_SAMPLE = (*mesh(dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage")
+LAYOUTS = {
+    "dp_shard 2": (2, mesh(dp_shard=2)),
+    "tp 2": (2, mesh(tp=2)),
+    "pp 2, tied": (2, [*mesh(pp=2), "--model.tied", "true"]),
+    "hsdp 2x2": (4, mesh(dp_replicate=2, dp_shard=2)),
+    "cp 2": (2, mesh(cp=2)),
+    "experts, ep 2, tp 2": (4, mesh(dp_shard=2, ep=2, tp=2)),
+    "four micro batches, zero 1": (2, [*OF_ONE_SAMPLE, "1"]),
+    "four micro batches, zero 2": (2, [*OF_ONE_SAMPLE, "2"]),
+    "four micro batches, zero 3": (2, [*OF_ONE_SAMPLE, "3"]),
+}
 
 
-@pytest.mark.sweep
-def test_experts(tmp_path: Path) -> None:
-    one = train_job(tmp_path, 1, *pure(), config=MOE, name="one")
-    assert_near(one, train_job(tmp_path, 4, *pure(), *mesh(dp_shard=2, ep=2, tp=2), config=MOE))
+@pytest.mark.parametrize("layout", sweep_but(LAYOUTS, "dp_shard 2", "four micro batches, zero 2"))
+def test_layouts(layout: str, one_rank, tmp_path: Path) -> None:
+    """Replicas of tensor parallelism, of HSDP and of a tied table have the same bits, which `train_job` asserts.
 
-
-@pytest.mark.parametrize("stage", [swept_case("1"), "2", swept_case("3")])
-def test_micro_batches(stage: str, one_rank: Outcome, tmp_path: Path) -> None:
-    """Four of one sample: summed in fp32 by stage 1, and shards in bf16 by 2 and 3, within the same bounds."""
-    words = ("--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", stage)
-    assert_near(one_rank, train_job(tmp_path, 2, *pure(), *words, *mesh(dp_shard=2)))
+    Micro batches are summed in fp32 by stage 1, and shards in bf16 by 2 and 3, within the same bounds.
+    """
+    ranks, words = LAYOUTS[layout]
+    config = MOE if "experts" in layout else LLAMA
+    one = one_rank(*pure(), *settings(words, "--model.tied"), config=config)
+    assert_near(one, train_job(tmp_path, ranks, *pure(), *words, config=config))
 
 
 def test_all_but_counts_is_bf16_and_initial_values_are_those_of_fp32_rounded(tmp_path: Path) -> None:
@@ -181,9 +162,8 @@ def test_resumed_on_another_layout_and_a_skipped_update_changes_nothing(tmp_path
     train_job(tmp_path, 2, *same, *mesh(dp_shard=2), *inject_nan(3), "--train.steps", "3")
     before, after = (saved_tensors(tmp_path / "run" / "checkpoints" / f"step-0000000{step}") for step in (2, 3))
     assert any(name.endswith("compensation") for name in before)
-    assert [
-        name for name in before if not name.startswith("rest.") and not torch.equal(before[name], after[name])
-    ] == []
+    kept = [name for name in before if not name.startswith("rest.")]
+    assert [name for name in kept if not torch.equal(before[name], after[name])] == []
 
 
 def test_weights_of_fp32_and_back_and_for_others(tmp_path: Path) -> None:
@@ -234,9 +214,6 @@ def test_an_average_of_pure_weights_is_fp32(tmp_path: Path) -> None:
         if name.startswith(start := "rest.techniques.ema.weights."):
             weight, decay = third[name.replace(start, "model.")].float(), 4 / 13
             torch.testing.assert_close(average, second[name] * decay + weight * (1 - decay), rtol=1e-6, atol=1e-8)
-
-
-# --- other weights for evaluation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])

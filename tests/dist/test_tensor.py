@@ -30,14 +30,15 @@ from titan.testing.ranks import RankError, run_ranks
 
 # 251 words and 90 hidden units come out even over neither 2 nor 4 ranks, or only over 2.
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 8, "vocab_size": 251, "max_seq_len": 16, "ffn_dim": 90}
+LLAMA, GPT, OLMO2 = "llama, grouped queries", "gpt, tied, biases", "olmo2, norms over all heads"
 MODELS = {
-    "llama, grouped queries": lambda: Llama(LlamaConfig(**SIZES, n_kv_heads=4)),
+    LLAMA: lambda: Llama(LlamaConfig(**SIZES, n_kv_heads=4)),
     "llama, tied": lambda: Llama(LlamaConfig(**SIZES, tied=True)),
-    "gpt, tied, biases": lambda: Gpt(GptConfig(**SIZES)),
+    GPT: lambda: Gpt(GptConfig(**SIZES)),
     "bloom, slopes of heads": lambda: Bloom(BloomConfig(**SIZES)),
     "gemma, soft caps": lambda: Gemma(GemmaConfig(**SIZES, n_kv_heads=4, head_dim=6, sliding_window=5)),
     "neox, parallel branches": lambda: Neox(NeoxConfig(**SIZES, rotary_pct=0.5)),
-    "olmo2, norms over all heads": lambda: Olmo2(Olmo2Config(**SIZES, n_kv_heads=4)),
+    OLMO2: lambda: Olmo2(Olmo2Config(**SIZES, n_kv_heads=4)),
     "qwen3, norms of heads": lambda: Qwen3(Qwen3Config(**SIZES, n_kv_heads=4, head_dim=6)),
 }
 
@@ -73,19 +74,20 @@ def _context(model: Model) -> BuildContext:
     return BuildContext(job=None, mesh=mesh, spec=model.spec(), precision=Precision())  # type: ignore[arg-type]
 
 
-def _split(model: Model, whole: nn.Module, technique: TensorParallel) -> ModelPart:
-    """As a run does it: layouts on the meta device, then storage, then values."""
+def _split(name: str, **options: bool) -> tuple[ModelPart, TensorParallel]:
+    """A model as a run splits it: layouts on the meta device, then storage, then values."""
+    model, technique = MODELS[name](), TensorParallel(TensorConfig(**options))
     context = _context(model)
     with torch.device("meta"):
         part = ModelPart(model.build())
     technique.apply(part, context)
     part.module.to_empty(device="cpu")
     part.retie(context.spec)
-    values = dict(whole.named_parameters())
+    values = dict(_whole(model).named_parameters())
     for name, parameter in part.parameters():
         value, mesh = values[name].detach(), parameter.device_mesh
         parameter.detach().copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
-    return part
+    return part, technique
 
 
 def _compare(name: str, options: dict[str, bool]) -> tuple[float, dict[str, float]]:
@@ -94,11 +96,9 @@ def _compare(name: str, options: dict[str, bool]) -> tuple[float, dict[str, floa
     A key's bias moves all scores of a query alike, which softmax forgets: its gradient is rounding alone. So what is
     below a hundredth of the largest gradient is measured against that.
     """
-    model = MODELS[name]()
-    whole = _whole(model)
+    whole = _whole(MODELS[name]())
     expected = _train(whole)
-    technique = TensorParallel(TensorConfig(**options))
-    part = _split(model, whole, technique)
+    part, technique = _split(name, **options)
     loss = _train(part.module)
     technique.after_backward()
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
@@ -119,13 +119,8 @@ def _compare_all(name: str) -> list[tuple[str, float, dict[str, float]]]:
     return [(str(options), *_compare(name, options)) for options in every]
 
 
-KEPT = [
-    (2, "llama, grouped queries"),
-    (4, "llama, grouped queries"),
-    (2, "gpt, tied, biases"),
-    (2, "olmo2, norms over all heads"),
-]
-OTHERS = [(4, model) for model in MODELS if model != "llama, grouped queries"]
+KEPT = [(2, LLAMA), (4, LLAMA), (2, GPT), (2, OLMO2)]
+OTHERS = [(4, model) for model in MODELS if model != LLAMA]
 
 
 @pytest.mark.parametrize(("tp", "model"), sweep_but([*KEPT, *OTHERS], *KEPT))
@@ -138,8 +133,7 @@ def test_loss_and_gradients_are_those_of_one_process(tp: int, model: str) -> Non
 
 
 def _collectives(name: str, sequence_parallel: bool) -> list[dict[str, int]]:
-    model = MODELS[name]()
-    part = _split(model, _whole(model), TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)))
+    part, _ = _split(name, sequence_parallel=sequence_parallel)
     tokens, labels = _micro_batches()[0]
     with CommDebugMode() as forward:
         logits = logits_of(part.module, tokens)
@@ -149,24 +143,23 @@ def _collectives(name: str, sequence_parallel: bool) -> list[dict[str, int]]:
     return [{str(op): n for op, n in mode.get_comm_counts().items()} for mode in (forward, backward)]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_layer_communicates_twice_each_way(sequence_parallel: bool) -> None:
-    layers_and_ends = 2 * SIZES["n_layers"] + 1
-    pair = ("c10d_functional.all_gather_into_tensor", "c10d_functional.reduce_scatter_tensor")
-    ops = pair if sequence_parallel else ("c10d_functional.all_reduce",)
-    for rank in run_ranks(_collectives, 2, "gpt, tied, biases", sequence_parallel):
-        assert rank == [dict.fromkeys(ops, layers_and_ends)] * 2
+TWICE = 2 * SIZES["n_layers"]
+PAIRS = {"all_gather_into_tensor": TWICE + 1, "reduce_scatter_tensor": TWICE + 1}
 
 
-def test_norms_over_all_heads_add_one_sum_each() -> None:
-    """Of queries and of keys, both ways."""
-    pairs, layers = ("all_gather_into_tensor", "reduce_scatter_tensor"), SIZES["n_layers"]
-    expected = {f"c10d_functional.{op}": 2 * layers + 1 for op in pairs} | {"c10d_functional.all_reduce": 2 * layers}
-    assert run_ranks(_collectives, 2, "olmo2, norms over all heads", True) == [[expected] * 2] * 2
+@pytest.mark.parametrize(
+    ("model", "sequence_parallel", "expected"),
+    [(GPT, True, PAIRS), (GPT, False, {"all_reduce": TWICE + 1}), (OLMO2, True, {**PAIRS, "all_reduce": TWICE})],
+    ids=["slices", "whole sequences", "norms over all heads"],
+)
+def test_a_layer_communicates_twice_each_way(model: str, sequence_parallel: bool, expected: dict[str, int]) -> None:
+    """And norms over all heads, of queries and of keys, add a sum each."""
+    counts = {f"c10d_functional.{op}": count for op, count in expected.items()}
+    assert run_ranks(_collectives, 2, model, sequence_parallel) == [[counts] * 2] * 2
 
 
 def _tied_and_sliced() -> tuple[bool, list[tuple[int, ...]]]:
-    model = MODELS["gpt, tied, biases"]()
+    model = MODELS[GPT]()
     with torch.device("meta"):
         part = ModelPart(model.build())
     TensorParallel(TensorConfig()).apply(part, _context(model))
@@ -182,7 +175,7 @@ def test_tied_weights_stay_one_tensor_and_slices_may_be_uneven() -> None:
 
 
 def _last_stage() -> list[str]:
-    model = MODELS["llama, grouped queries"]()
+    model = MODELS[LLAMA]()
     with torch.device("meta"):
         part = ModelPart(model.build(), stage=1, stages=2)
     part.module.embed = None
@@ -197,30 +190,41 @@ def test_a_stage_is_split_as_far_as_it_goes() -> None:
     assert run_ranks(_last_stage, 2) == [[*names, "output.weight"]] * 2
 
 
-def _without_norms() -> None:
-    model = MODELS["llama, grouped queries"]()
-    context = _context(model)
-    table = {glob: style for glob, style in context.spec.tensor.items() if style != "norm"}
-    context.spec = dataclasses.replace(context.spec, tensor=table)
+REFUSED = {
+    "a parameter that the plan forgets": (
+        LLAMA,
+        lambda plan: {glob: style for glob, style in plan.items() if style != "norm"},
+        r"PluginError: .*layers\.0\.attn_norm\.weight, .*norm\.weight",
+    ),
+    "a linear whose input nothing gathers": (
+        LLAMA,
+        lambda plan: {glob: style for glob, style in plan.items() if glob != "layers.*.ffn"},
+        r'layers\.0\.ffn\.w1 as a "column", but no module around it is a "gather"',
+    ),
+    "a gather in a gather": (
+        LLAMA,
+        lambda plan: {"layers.*": "gather", **plan},
+        r'layers\.0\.attn as a "gather", but a module around it gathers already',
+    ),
+    "a norm over features that nothing splits": (
+        OLMO2,
+        lambda plan: {**plan, "norm": "wide_norm"},
+        r'has norm as a "wide_norm", but no module around it is a "gather"',
+    ),
+}
+
+
+def _replanned(case: str) -> None:
+    name, change, _ = REFUSED[case]
+    context = _context(model := MODELS[name]())
+    context.spec = dataclasses.replace(context.spec, tensor=change(context.spec.tensor))
     TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
 
 
-def test_a_parameter_the_plan_forgets_is_refused() -> None:
-    with pytest.raises(RankError, match=r"PluginError: .*layers\.0\.attn_norm\.weight, .*norm\.weight"):
-        run_ranks(_without_norms, 2)
-
-
-def _without_gather() -> None:
-    model = MODELS["llama, grouped queries"]()
-    context = _context(model)
-    table = {glob: style for glob, style in context.spec.tensor.items() if glob != "layers.*.ffn"}
-    context.spec = dataclasses.replace(context.spec, tensor=table)
-    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
-
-
-def test_a_linear_whose_input_nothing_gathers_is_refused() -> None:
-    with pytest.raises(RankError, match=r'layers\.0\.ffn\.w1 as a "column", but no module around it is a "gather"'):
-        run_ranks(_without_gather, 2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_plan_is_refused(case: str) -> None:
+    with pytest.raises(RankError, match=REFUSED[case][-1]):
+        run_ranks(_replanned, 2, case)
 
 
 class _Twice(nn.Module):
@@ -236,7 +240,7 @@ class _Twice(nn.Module):
 
 
 def _norm_inside() -> None:
-    model = MODELS["llama, grouped queries"]()
+    model = MODELS[LLAMA]()
     whole = _whole(model)
     for layer in whole.layers.values():
         layer.ffn, layer.ffn_norm = _Twice(layer.ffn, layer.ffn_norm), nn.Identity()
@@ -256,11 +260,9 @@ def test_a_norm_whose_gradient_differs_between_ranks_is_refused() -> None:
 
 def _rounded_otherwise() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of the norms before ranks differ by rounding, and after the technique has joined them."""
-    model = MODELS["llama, grouped queries"]()
-    technique = TensorParallel(TensorConfig(sequence_parallel=False))
-    module = _split(model, _whole(model), technique).module
-    _train(module)
-    norms = {name: p.grad.to_local() for name, p in module.named_parameters() if "norm" in name}
+    part, technique = _split(LLAMA, sequence_parallel=False)
+    _train(part.module)
+    norms = {name: p.grad.to_local() for name, p in part.parameters() if "norm" in name}
     before = {name: gradient.clone() for name, gradient in norms.items()}
     for gradient in norms.values():
         gradient.mul_(1 + 1e-6 * dist.get_rank())
@@ -275,22 +277,8 @@ def test_replicas_that_rounding_sets_apart_are_joined() -> None:
         torch.testing.assert_close(gradient, before[name], rtol=1e-6, atol=0)
 
 
-def _nested() -> None:
-    model = MODELS["llama, grouped queries"]()
-    context = _context(model)
-    context.spec = dataclasses.replace(context.spec, tensor={"layers.*": "gather", **context.spec.tensor})
-    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
-
-
-def test_a_gather_in_a_gather_is_refused() -> None:
-    with pytest.raises(RankError, match=r'layers\.0\.attn as a "gather", but a module around it gathers already'):
-        run_ranks(_nested, 2)
-
-
 def _called(*more: Tensor, **named: Tensor) -> None:
-    model = MODELS["llama, grouped queries"]()
-    part = _split(model, _whole(model), TensorParallel(TensorConfig()))
-    part.module.layers["0"].ffn(*more, **named)
+    _split(LLAMA)[0].module.layers["0"].ffn(*more, **named)
 
 
 @pytest.mark.parametrize(("more", "named"), [((), {"x": torch.zeros(1, 8, 32)}), ((torch.zeros(1, 8, 32),) * 2, {})])
@@ -300,22 +288,20 @@ def test_a_gather_takes_hidden_states_first_and_once(more: tuple[Tensor, ...], n
 
 
 def _graphs(name: str) -> int:
-    counter = CompileCounter()
-    model = MODELS[name]()
-    part = _split(model, _whole(model), TensorParallel(TensorConfig()))
+    counter, (part, _) = CompileCounter(), _split(name)
     for layer in part.module.layers.values():
         layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
     _train(part.module)
     return counter.frame_count
 
 
-@pytest.mark.parametrize("model", ["gpt, tied, biases", swept_case("olmo2, norms over all heads")])
+@pytest.mark.parametrize("model", [GPT, swept_case(OLMO2)])
 def test_layers_share_one_compiled_graph(model: str) -> None:
     assert run_ranks(_graphs, 2, model) == [1, 1]
 
 
 def _wide(norm: nn.Module) -> None:
-    model = MODELS["olmo2, norms over all heads"]()
+    model = MODELS[OLMO2]()
     whole = _whole(model)
     whole.layers["1"].attn.k_norm = norm
     TensorParallel(TensorConfig()).apply(ModelPart(whole), _context(model))
@@ -327,23 +313,9 @@ def _wide(norm: nn.Module) -> None:
     ids=["mean", "no eps", "no weight"],
 )
 def test_another_norm_over_all_heads_is_refused(norm: nn.Module) -> None:
-    said = (
-        rf'layers\.1\.attn\.k_norm as a "wide_norm", but it is a {type(norm).__name__}; it must be an nn\.RMSNorm with'
-    )
-    with pytest.raises(RankError, match=said):
+    said = rf'layers\.1\.attn\.k_norm as a "wide_norm", but it is a {type(norm).__name__}; it must be an nn\.RMSNorm'
+    with pytest.raises(RankError, match=f"{said} with"):
         run_ranks(_wide, 2, norm)
-
-
-def _wide_outside() -> None:
-    model = MODELS["olmo2, norms over all heads"]()
-    context = _context(model)
-    context.spec = dataclasses.replace(context.spec, tensor={**context.spec.tensor, "norm": "wide_norm"})
-    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
-
-
-def test_a_norm_over_features_that_nothing_splits_is_refused() -> None:
-    with pytest.raises(RankError, match=r'has norm as a "wide_norm", but no module around it is a "gather"'):
-        run_ranks(_wide_outside, 2)
 
 
 def _summands() -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Work that ranks do in turns: the others wait for as long as it takes, and a failure on one ends all of them."""
 
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import free_port
 from tests.jobs import LLAMA
 from titan import train
 from titan.errors import ConfigError, RankFailedError
@@ -62,10 +62,17 @@ def test_what_rank_0_makes_is_sent_to_all() -> None:
     assert run_ranks(sending, 4) == [(["made by rank 0", "1"], 1)] * 4
 
 
-def raising(rank: int, expected: bool) -> tuple[str, str]:
+class _TwoWords(ConfigError):
+    """Cannot be read again where it is sent: its arguments are not those that it keeps."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def raising(rank: int, kind: type[Exception], *words: str) -> tuple[str, str]:
     def work() -> None:
         if dist.get_rank() == rank:
-            raise ConfigError("no such text") if expected else KeyError("planted")
+            raise kind(*words)
 
     try:
         turns.together(work, me(), 60.0)
@@ -76,35 +83,14 @@ def raising(rank: int, expected: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_an_error_of_one_is_the_error_of_all(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(raising, 4, rank, True, timeout=20) == [("ConfigError", "no such text")] * 4
+    assert run_ranks(raising, 4, rank, ConfigError, "no such text", timeout=20) == [("ConfigError", "no such text")] * 4
     assert "Traceback" not in capfd.readouterr().out
-    assert (
-        run_ranks(raising, 4, rank, False, timeout=20)
-        == [("RankFailedError", f"rank {rank} failed: KeyError: 'planted'")] * 4
-    )
-
-
-class _TwoWords(ConfigError):
-    """Cannot be read again where it is sent: its arguments are not those that it keeps."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-
-
-def carrying() -> tuple[str, str]:
-    def work() -> None:
-        if dist.get_rank() == 1:
-            raise _TwoWords("no such", "text")
-
-    try:
-        turns.together(work, me(), 60.0)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    failed = ("RankFailedError", f"rank {rank} failed: KeyError: 'planted'")
+    assert run_ranks(raising, 4, rank, KeyError, "planted", timeout=20) == [failed] * 4
 
 
 def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
-    assert run_ranks(carrying, 2, timeout=20) == [("ConfigError", "no such text")] * 2
+    assert run_ranks(raising, 2, 1, _TwoWords, "no such", "text", timeout=20) == [("ConfigError", "no such text")] * 2
 
 
 def leaving() -> str:
@@ -142,13 +128,11 @@ def hearing_late(port: int) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     sleep, late = time.sleep, float(dist.get_rank() != 0)
     turns.time.sleep = lambda seconds: sleep(seconds + late)  # type: ignore[attr-defined]
-    return raising(0, True)[1]
+    return raising(0, ConfigError, "no such text")[1]
 
 
 def test_rank_0_stays_until_all_have_heard() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert run_ranks(hearing_late, 4, port, init=False, timeout=60) == ["no such text"] * 4
+    assert run_ranks(hearing_late, 4, free_port(), init=False, timeout=60) == ["no such text"] * 4
 
 
 class Looked(dist.HashStore):
@@ -178,9 +162,8 @@ def test_two_thousand_ranks_leave_the_store_its_time(monkeypatch: pytest.MonkeyP
 
 
 BROKEN = '''
-"""A dataset that breaks on rank 0."""
+"""A dataset that breaks on the rank that is asked for its files."""
 
-import os
 from dataclasses import dataclass
 
 from titan.contracts import Dataset, register
@@ -199,7 +182,6 @@ class Broken(Dataset):
     Config = Config
 
     def files(self):
-        """Break on the rank that is asked for."""
         return {}["planted"]
 '''
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.jobs import BLOOM, GEMMA, LLAMA, mesh
 from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
-from titan.config import Job, load_job
+from titan.config import Job, load_job, without_effect
 from titan.contracts.base.cost import Attention
 from titan.errors import ConfigError, PluginError
 from titan.layers.attention import AttentionCore
@@ -41,10 +41,8 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 7, [0] * 13, [3] * 12 + [4]])
 def _inputs(kv_heads: int) -> list[Tensor]:
     """q, k and v of 3 rows of 13 positions, laid out as a projection leaves them."""
     draws = torch.Generator().manual_seed(6)
-    return [
-        torch.randn(3, 13, heads, 8, generator=draws).transpose(1, 2).requires_grad_()
-        for heads in (4, kv_heads, kv_heads)
-    ]
+    heads = (4, kv_heads, kv_heads)
+    return [torch.randn(3, 13, count, 8, generator=draws).transpose(1, 2).requires_grad_() for count in heads]
 
 
 def _with_gradients(operation: Any, inputs: list[Tensor], documents: Tensor | None) -> list[Tensor]:
@@ -80,9 +78,8 @@ def test_a_long_document_is_cut_into_pieces_that_see_their_window(
 ) -> None:
     monkeypatch.setattr(by_document, "_QUERIES", queries)
     core, documents, inputs = AttentionCore(window=window), DOCUMENTS if packed else None, _inputs(2)
-    expected = _with_gradients(core, inputs, documents)
     found = _with_gradients(partial(by_document.attend_by_document, core), inputs, documents)
-    _assert_near(found, expected)
+    _assert_near(found, _with_gradients(core, inputs, documents))
 
 
 def test_a_window_makes_nothing_of_the_square_of_a_document() -> None:
@@ -312,8 +309,7 @@ def test_what_this_machine_cannot_do_is_refused_when_the_model_is_built(kernel: 
     with pytest.raises(ConfigError, match=r'plugins.attention\]: backend = "varlen" is for GPUs, and the run is on CP'):
         _applied(load_job(LLAMA, backend("varlen", *BF16)))
     kernel.why_not = lambda *_: "this CPU lacks avx512_bf16"
-    wide = ("--model.dim", "64")
-    job = load_job(LLAMA, backend("cpu", *BF16, *wide))
+    job = load_job(LLAMA, backend("cpu", *BF16, "--model.dim", "64"))
     with pytest.raises(ConfigError, match=r'backend = "cpu" cannot be used: this CPU lacks avx512_bf16; set backend'):
         _applied(job)
     with standing_in_for("cuda"):  # a dry run asks nobody
@@ -354,9 +350,8 @@ def test_math_writes_scores_and_sdpa_changes_nothing() -> None:
     assert _applied(load_job(LLAMA, backend("math"))).writes_scores
     plain = _applied(load_job(LLAMA, backend("sdpa", *ISOLATED)))
     assert plain.operation is None and not plain.writes_scores
-    job = load_job(LLAMA, backend("sdpa"))
-    (said,) = job.techniques[0].no_effect(job.spec)
-    assert said == 'backend = "sdpa" has no effect: it is what runs without the technique'
+    nothing = '[plugins.attention] backend = "sdpa" has no effect: it is what runs without the technique'
+    assert without_effect(load_job(LLAMA, backend("sdpa"))) == [nothing]
 
 
 def _core_of(*words: str) -> Attention:
@@ -374,12 +369,10 @@ def test_a_plan_takes_an_unknown_device_for_a_gpu() -> None:
 
 def test_a_kernel_that_skips_takes_the_time_of_the_keys_that_are_seen() -> None:
     """The mean of 1, 2, ..., 16, 16, ... over 64 positions is 14 and 1/8, and 14 where 15 of 16 are counted half."""
-    costs = costs_of(job_of("--data.seq_len", "64"))
-    op = next(op for op in costs.layer if isinstance(op, Attention))
-    device = Device(CLUSTER)
+    costs, op = costs_of(job_of("--data.seq_len", "64")), _core_of()
 
     def seconds(op: Attention) -> float:
-        return device.operation(op, costs, "float32").forward - CLUSTER.kernels.launch_us * 1e-6
+        return Device(CLUSTER).operation(op, costs, "float32").forward - CLUSTER.kernels.launch_us * 1e-6
 
     assert op.mean_keys(64) == 32
     assert replace(op, window=16).mean_keys(64) == 14

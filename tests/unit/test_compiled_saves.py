@@ -1,7 +1,7 @@
 """What a compiled feed-forward saves for backward, by the partitioner of torch.compile, against its stated costs."""
 
 from functools import partial
-from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +25,13 @@ CASES["GELU"] = (partial(FeedForward, approximate="tanh"), feed_forward)
 def widths(module: nn.Module, compiled: bool, *more: Tensor) -> list[int]:
     """Numbers per token of each tensor that a forward saves, without input and parameters."""
     torch._dynamo.reset()
-    x, saved = torch.randn(TOKENS, DIM, requires_grad=True), dict[int, int]()
+    x, saved = torch.randn(TOKENS, DIM, requires_grad=True), list[Tensor]()
     run = torch.compile(module, backend="aot_eager_decomp_partition") if compiled else module
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = (
-            tensor.untyped_storage().nbytes() // tensor.element_size() // TOKENS
-        )
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(x, *more)
-    for given in chain(module.parameters(), [x]):
-        saved.pop(given.untyped_storage().data_ptr(), None)
-    return sorted(saved.values())
+    given = {each.untyped_storage().data_ptr() for each in (*module.parameters(), x)}
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size() for t in saved}
+    return sorted(numbers // TOKENS for at, numbers in stored.items() if at not in given)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -62,6 +55,5 @@ def test_experts_save_one_tensor_less_where_they_are_compiled() -> None:
     jobs = [job_of(*moe, "--plugins.compile.enabled", value) for value in ("false", "true")]
     eager, compiled = (kept_by(costs.layer, costs, fused_norms=True) for costs in map(costs_of, jobs))
     costs = costs_of(jobs[0])
-    width = next(op.outputs for op in costs.layer if getattr(op, "module", "") == "ffn.experts.w1")
-    used = next(op.used for op in costs.layer if getattr(op, "module", "") == "ffn.experts.w1")
-    assert eager - compiled == pytest.approx(width * used * costs.share("tp_sharded") * costs.itemsize)
+    w1: Any = next(op for op in costs.layer if getattr(op, "module", "") == "ffn.experts.w1")
+    assert eager - compiled == pytest.approx(w1.outputs * w1.used * costs.share("tp_sharded") * costs.itemsize)

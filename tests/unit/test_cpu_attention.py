@@ -72,10 +72,8 @@ def _tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -
     """q, k, v and the gradient of the output, as models lay them out, [B, S, H, N]; and the documents."""
     drawn = torch.Generator().manual_seed(seed)
     batch, heads, kv_heads, length, width, *_ = shape
-    made = [
-        torch.randn(batch, length, h, width, generator=drawn).to(dtype).transpose(1, 2)
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
+    sizes = [(batch, length, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    made = [torch.randn(size, generator=drawn).to(dtype).transpose(1, 2) for size in sizes]
     if not shape.documents:
         return made, None
     begins = torch.rand(batch, length, generator=drawn) < 1 / shape.documents
@@ -147,11 +145,10 @@ def test_bfloat16_by_the_kernel_of_float32_is_rounded_once(monkeypatch: pytest.M
     monkeypatch.setattr(cpu_kernel, "computed_in", lambda _: torch.float32)
     shape = Shape(1, 4, 2, 90, 32)
     tensors, _ = _tensors(shape)
-    out, *_ = _by_kernel(shape, tensors, None)
-    wide, *_ = _by_kernel(shape, [tensor.float() for tensor in tensors], None)
+    out, *gradients = _by_kernel(shape, tensors, None)
+    wide, *exact_gradients = _by_kernel(shape, [tensor.float() for tensor in tensors], None)
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
-    gradients = _by_kernel(shape, [*(tensor.float() for tensor in tensors[:3]), tensors[3].float()], None)[1:]
-    for ours, exact in zip(_by_kernel(shape, tensors, None)[1:], gradients, strict=True):
+    for ours, exact in zip(gradients, exact_gradients, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - exact).norm() < 2**-7 * exact.norm()  # the saved output is rounded too
 
@@ -218,8 +215,7 @@ def test_the_same_bits_however_tensors_lie_in_memory(dtype: torch.dtype) -> None
     ]
     for layout in layouts:
         assert all(map(torch.equal, _by_kernel(shape, [layout(x) for x in tensors], None), first))
-    one = tensors[0][:, :1]
-    tensors[0] = one.expand(-1, 4, -1, -1)
+    tensors[0] = tensors[0][:, :1].expand(-1, 4, -1, -1)
     wanted = _by_kernel(shape, [tensors[0].contiguous(), *tensors[1:]], None)
     assert all(map(torch.equal, _by_kernel(shape, tensors, None), wanted))
 
@@ -231,11 +227,10 @@ def test_blocks_in_which_nothing_is_seen_are_not_read(dtype: torch.dtype) -> Non
     for tensor in (q, k, v):
         tensor[:, :, :128] = math.nan
     documents = (torch.arange(256) >= 128).long()[None]
-    for name, more in (("documents", {"documents": documents}), ("window", {"window": 64})):
-        clean = 128 if name == "documents" else 192
+    for clean, more in ((128, {"documents": documents}), (192, {"window": 64})):
         results = _by(partial(cpu_attention, **more), [q, k, v, grad])
-        assert all(one[:, :, clean:].isfinite().all() for one in results), name
-        assert all(one[:, :, :64].isnan().all() for one in results), name
+        assert all(one[:, :, clean:].isfinite().all() for one in results), more
+        assert all(one[:, :, :64].isnan().all() for one in results), more
 
 
 WITHOUT_THREADS = """

@@ -338,17 +338,10 @@ def sentences(*words: str, ranks: int = 1) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (1, []), (2, ["--mesh.tp", "2"]), (2, ["--mesh.dp_shard", "2", "--plugins.float8.fsdp_all_gather", "true"]),
-        (1, ["--plugins.float8.filter", "layers.*.attn.wo,layers.0.ffn.w1"]),
-        (1, ["--plugins.float8.recipe", "rowwise", "--plugins.activation_checkpoint.mode", "selective"]),
-        (1, ["--plugins.float8.recipe", "rowwise_with_gw_hp", "--data.seq_len", "15", "--train.micro_batch_size", "1"]),
-    ],
-)  # fmt: skip
-def test_what_works_is_not_refused(ranks: int, words: list[str]) -> None:
-    assert sentences(*words, ranks=ranks) == []
+def test_what_works_is_not_refused() -> None:
+    assert sentences("--plugins.float8.filter", "layers.*.attn.wo,layers.0.ffn.w1") == []
+    odd = ("--data.seq_len", "15", "--train.micro_batch_size", "1")
+    assert sentences("--plugins.float8.recipe", "rowwise_with_gw_hp", *odd) == []
 
 
 def test_without_torchao_the_file_loads_and_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,19 +49,15 @@ def test_faults(wanted: dict[str, int], ranks: int | None, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "weights", "words"),
+    ("data", "weights", "why"),
     [
-        ("same", "copies", 'data = "same" with weights = "copies": its ranks would all do the same work'),
-        (
-            "same",
-            "own",
-            'data = "same" with weights = "own": ranks with weights of their own must see other samples, "dealt"',
-        ),
-        ("sliced", "slices", 'data = "sliced" with weights = "slices": ranks that slice sequences must hold "copies"'),
-        ("sliced", "layers", 'data = "sliced" with weights = "layers": ranks that slice sequences must hold "copies"'),
+        ("same", "copies", "its ranks would all do the same work"),
+        ("same", "own", 'ranks with weights of their own must see other samples, "dealt"'),
+        ("sliced", "slices", 'ranks that slice sequences must hold "copies"'),
+        ("sliced", "layers", 'ranks that slice sequences must hold "copies"'),
     ],
 )
-def test_facts_that_contradict_each_other(data: DataFact, weights: WeightsFact, words: str) -> None:
+def test_facts_that_contradict_each_other(data: DataFact, weights: WeightsFact, why: str) -> None:
     with pytest.raises(ValueError) as refused:
         Axis(name="a", data=data, weights=weights, topology_order=0, doc="")
-    assert str(refused.value) == f"mesh axis 'a': {words}"
+    assert str(refused.value) == f'mesh axis \'a\': data = "{data}" with weights = "{weights}": {why}'

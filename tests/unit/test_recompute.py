@@ -54,29 +54,28 @@ def _recomputed(part: ModelPart, spec: Any, **options: Any) -> None:
 
 def _loss_and_gradients(part: ModelPart) -> tuple[Tensor, list[Tensor], int]:
     """And the bytes saved for backward besides parameters."""
-    parameters = {p.data_ptr() for _, p in part.parameters()}
-    storages: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = logits_of(part.module, torch.arange(128).view(2, 64) % 251).logsumexp(-1).sum()
+    parameters = {p.data_ptr() for _, p in part.parameters()}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, saved)}
+    size = sum(size for at, size in storages.items() if at not in parameters)
     loss.backward()
-    return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(storages.values())
+    return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], size
 
 
-def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Tensor], int]:
-    """(loss, gradients, bytes saved for backward besides parameters) of a tiny model under a mode; "": none."""
+def _part(model: type[Model], mode: str, **options: Any) -> ModelPart:
+    """Two layers of a tiny model under a mode; "": none."""
     plan = model(model.Config(**{**model.presets["tiny"], "n_layers": 2, **options}))
     torch.manual_seed(1)
     part = ModelPart(plan.build())
     if mode:
         _recomputed(part, plan.spec(), mode=mode)
-    return _loss_and_gradients(part)
+    return part
+
+
+def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+    return _loss_and_gradients(_part(model, mode, **options))
 
 
 @pytest.mark.parametrize("model", [Llama, Gpt])
@@ -89,14 +88,6 @@ def test_recomputing_scores_changes_no_bit_and_mode_attention_saves_them(model: 
     assert plain[2] - again[2] >= layers * 4 * 2 * heads * 64 * 64
 
 
-def test_no_mask_outlives_the_documents_that_it_is_of() -> None:
-    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2))
-    core, positions = AttentionCore(window=3), torch.arange(8)[None]
-    core(q, k, v, positions, torch.arange(8)[None] // 2)
-    near = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril().triu(-2)
-    assert torch.equal(core(q, k, v, positions), attend(q, k, v, near))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window, packed", [(0, True), (5, True), (5, False)])
 def test_all_layers_save_one_mask_in_the_compute_dtype(window: int, packed: bool, dtype: torch.dtype) -> None:
@@ -104,20 +95,15 @@ def test_all_layers_save_one_mask_in_the_compute_dtype(window: int, packed: bool
     net = Llama(Llama.Config(**options)).build().to(dtype)  # type: ignore[arg-type]
     documents = torch.arange(48).expand(2, 48) // 20 if packed else None
     saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.shape[-2:] == (48, 48):
-            saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         logits_of(net, torch.arange(96).view(2, 48) % 251, documents)
-    assert len(saved) >= 3
-    [size] = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}.values()
+    masks = [tensor.untyped_storage() for tensor in saved if tensor.shape[-2:] == (48, 48)]
+    assert len(masks) >= 3
+    [size] = {storage.data_ptr(): storage.nbytes() for storage in masks}.values()
     assert size == (2 if packed else 1) * 48 * 48 * dtype.itemsize
 
 
-def test_no_mask_is_held_when_its_documents_are_gone() -> None:
+def test_no_mask_outlives_the_documents_that_it_is_of() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
     core, positions, documents = AttentionCore(window=3), torch.arange(8)[None], torch.arange(8)[None] // 2
     core(q, k, v, positions, documents).sum().backward()
@@ -126,20 +112,17 @@ def test_no_mask_is_held_when_its_documents_are_gone() -> None:
     assert held is not None and held is _shared_mask(positions, documents, 3, [], 8, torch.float32)
     del held, documents
     assert mask() is None
+    near = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril().triu(-2)
+    assert torch.equal(core(q, k, v, positions), attend(q, k, v, near))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_documents_of_two_micro_batches_at_a_time(mode: str) -> None:
     """As in a pipeline: the second forward comes before the first backward, and makes another mask."""
-    plan = Llama(Llama.Config(**{**Llama.presets["tiny"], "n_layers": 2}))
     tokens = torch.arange(64).view(1, 64) % 251
     batches = [Batch(tokens, tokens, torch.arange(64)[None] // size) for size in (20, 7)]
     gradients = []
-    for recomputed in (False, True):
-        torch.manual_seed(1)
-        part = ModelPart(plan.build())
-        if recomputed:
-            _recomputed(part, plan.spec(), mode=mode)
+    for part in (_part(Llama, ""), _part(Llama, mode)):
         losses = [part.forward(batch.tokens, batch).logsumexp(-1).sum() for batch in batches]
         for loss in losses:
             loss.backward()
@@ -162,9 +145,7 @@ def test_attention_without_scores_is_left_alone_and_the_run_says_so(capsys: pyte
 
 def _wrapped(kind: str) -> int:
     """Cores of a tiny llama of two layers whose forward a mode has replaced."""
-    plan = Llama(Llama.Config(n_layers=2, attention=kind))  # type: ignore[arg-type]
-    part = ModelPart(plan.build())
-    _recomputed(part, plan.spec(), mode="attention")
+    part = _part(Llama, "attention", attention=kind)
     cores = [module for module in part.module.modules() if isinstance(module, AttentionCore)]
     assert len(cores) == 2
     return sum("forward" in vars(module) for module in cores)

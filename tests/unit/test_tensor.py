@@ -1,6 +1,7 @@
 """What `[plugins.tensor]` refuses before anything starts."""
 
 import re
+from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -25,13 +26,9 @@ def _sentences(tp: int, cp: int = 1, seq_len: int = 16, sequence_parallel: bool 
     return list(TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)).check(job, spec))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_fits_is_not_refused(tp: int) -> None:
-    assert _sentences(tp) == []
-
-
-def test_one_rank_splits_nothing() -> None:
-    assert _sentences(1, cp=2, seq_len=15) == []
+@pytest.mark.parametrize(("tp", "cp", "seq_len"), [(1, 1, 16), (2, 1, 16), (1, 2, 15)])
+def test_what_fits_is_not_refused_and_one_rank_splits_nothing(tp: int, cp: int, seq_len: int) -> None:
+    assert _sentences(tp, cp, seq_len) == []
 
 
 def test_heads_must_come_out_even_and_the_nearest_degrees_are_named() -> None:
@@ -54,19 +51,14 @@ def test_sequences_must_come_out_even_only_where_they_are_split() -> None:
     assert _sentences(2, seq_len=17, sequence_parallel=False) == []
 
 
-def test_every_rank_needs_a_word() -> None:
-    expected = "[model] vocab_size = 8 leaves some of the mesh.tp = 6 ranks without a word"
-    assert _sentences(6, seq_len=18, vocab_size=8) == [expected]
-    assert _sentences(6, seq_len=18, vocab_size=11) == []
+@pytest.mark.parametrize(
+    ("size", "few", "enough", "what"), [("vocab_size", 8, 11, "word"), ("ffn_dim", 15, 16, "hidden unit")]
+)
+def test_every_rank_needs_a_word_and_a_hidden_unit(size: str, few: int, enough: int, what: str) -> None:
+    expected = f"[model] {size} = {few} leaves some of the mesh.tp = 6 ranks without a {what}"
+    assert _sentences(6, seq_len=18, **{size: few}) == [expected]
+    assert _sentences(6, seq_len=18, **{size: enough}) == []
 
-
-def test_every_rank_needs_a_hidden_unit() -> None:
-    expected = "[model] ffn_dim = 15 leaves some of the mesh.tp = 6 ranks without a hidden unit"
-    assert _sentences(6, seq_len=18, ffn_dim=15) == [expected]
-    assert _sentences(6, seq_len=18, ffn_dim=16) == []
-
-
-# --- asynchronous tensor parallelism ------------------------------------------------------------------------------
 
 FLOAT8 = ("--plugins.float8.recipe", "rowwise_with_gw_hp", "--model.dim", "64", "--model.ffn_dim", "128")
 AUTO = ("--run.device", "auto", "--data.path", "any")
@@ -98,28 +90,20 @@ def test_what_cannot_be_pipelined_is_refused(words: tuple[str, ...], sentence: s
         load_job(JOB, [*AUTO, *ASYNC, *words])
 
 
-@pytest.mark.parametrize(
-    ("per_node", "degrees", "refused"),
-    [("", {"tp": 4}, False), ("8", {"tp": 4}, False), ("2", {"tp": 4}, True), ("6", {"tp": 4}, True)],
-)
-def test_ranks_of_tp_share_a_node(
-    per_node: str, degrees: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("per_node", "refused"), [("", False), ("8", False), ("2", True), ("6", True)])
+def test_ranks_of_tp_share_a_node(per_node: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node) if per_node else monkeypatch.delenv("LOCAL_WORLD_SIZE", False)
-    words = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
     sentence = f"needs the 4 ranks of mesh.tp in one node, and nodes have {per_node} ranks; lower mesh.tp"
     with pytest.raises(ConfigError, match=sentence) if refused else nullcontext():
-        load_job(JOB, [*AUTO, *ASYNC, "--model.n_kv_heads", "4", *words])
+        load_job(JOB, [*AUTO, *ASYNC, "--model.n_kv_heads", "4", "--mesh.tp", "4"])
 
 
 def _shares(*words: str) -> dict[tuple[str, str, bool], float]:
     """(collective, phase, overlaps) of a layer over tp -> how many there are."""
-    job = load_job(JOB, [*AUTO, "--mesh.tp", "2", *words])
-    found: dict[tuple[str, str, bool], float] = {}
-    for cost in costs_of(job).collectives:
+    found: dict[tuple[str, str, bool], float] = defaultdict(float)
+    for cost in costs_of(load_job(JOB, [*AUTO, "--mesh.tp", "2", *words])).collectives:
         if cost.axes == ("tp",) and cost.where == "layer":
-            key = (cost.collective, cost.when, cost.overlaps)
-            found[key] = found.get(key, 0) + cost.count
+            found[cost.collective, cost.when, cost.overlaps] += cost.count
     return found
 
 

@@ -63,14 +63,14 @@ FAULTS = (
         "plugins/parallel/context/__init__.py",
         "            core.first_head += first_head\n",
         "",
-        ("tests/dist/test_parity.py::test_bloom_with_slopes_of_heads",),
+        ("tests/dist/test_parity.py::test_other_models[bloom with slopes of heads, tp 2, cp 2]",),
     ),
     Fault(
         "slopes of a rank of tp counted from the model's first head",
         "plugins/parallel/tensor/__init__.py",
         "module.first_head += slices.rank *",
         "module.first_head += 0 *",
-        ("tests/dist/test_parity.py::test_bloom_with_slopes_of_heads",),
+        ("tests/dist/test_parity.py::test_other_models[bloom with slopes of heads, tp 2]",),
     ),
     Fault(
         "logits without their soft cap where they are projected by slices",

@@ -19,7 +19,7 @@ FAULTS = (
         "plugins/parallel/tensor/pipelined.py",
         "return per_node % inner != 0",
         "return False",
-        ("tests/unit/test_tensor.py::test_ranks_of_tp_share_a_node[2-degrees2-True]",),
+        ("tests/unit/test_tensor.py::test_ranks_of_tp_share_a_node[2-True]",),
     ),
     Fault(
         "a plan that hides reduce-scatters of backward beside products",
@@ -130,7 +130,7 @@ FAULTS = (
         "plugins/parallel/tensor/__init__.py",
         "and not inside:",
         "and False:",
-        ("tests/dist/test_tensor.py::test_a_linear_whose_input_nothing_gathers_is_refused",),
+        ("tests/dist/test_tensor.py::test_a_wrong_plan_is_refused[a linear whose input nothing gathers]",),
     ),
     Fault(
         "partial sums of gradients shown to techniques without axes",

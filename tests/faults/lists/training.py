@@ -20,14 +20,14 @@ FAULTS = (
         "titan/training/trainer.py",
         'mesh.sum(valid_tokens(batches), "dealt", "sliced")',
         "valid_tokens(batches) * run.job.batch_ranks",
-        ("tests/dist/test_parity.py::test_packings[pad]",),
+        (f"{PARITY}[padded, dp_shard 2, pp 2]",),
     ),
     Fault(
         "a loss averaged by micro batch, not by token",
         "titan/training/engine.py",
         "return self.changed(objective / self._tokens)",
         "return self.changed(objective * (labels != IGNORE).sum() / self._tokens.square())",
-        ("tests/dist/test_parity.py::test_packings[pad]",),
+        (f"{PARITY}[padded, dp_shard 2, pp 2]",),
     ),
     Fault(
         "labels that are ignored counted as tokens",
@@ -78,7 +78,7 @@ FAULTS = (
         "titan/training/gradients.py",
         "if name in part.shared:",
         "if False:",
-        ("tests/dist/test_parity.py::test_gpt_with_its_tied_head[2---mesh.pp 2]",),
+        ("tests/dist/test_parity.py::test_other_models[gpt with its tied head, pp 2]",),
     ),
     Fault(
         "learning rate one step late",
