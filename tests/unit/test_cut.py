@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.contracts import Axis, Batch, Technique
+from titan.contracts import Axis, Batch, Phase, Technique
 from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
 from titan.training.phases import cut
@@ -21,26 +21,11 @@ AXES = (
 )
 
 
-class Cutter(Technique):
-    """Does to a batch what the test says."""
-
-    name = "cutter"
-    phase = "convert"
-
-    def __init__(self, change: Callable[[Batch], Any]) -> None:
-        super().__init__(None)
-        self.change = change
-
-    def batch(self, batch: Batch) -> Batch:
-        """Whatever the test says."""
-        return self.change(batch)  # type: ignore[no-any-return]
-
-
-class Late(Cutter):
-    """The same in the last phase."""
-
-    name = "late"
-    phase = "materialise"
+def _cutter(change: Callable[[Batch], Any], phase: Phase = "convert") -> Technique:
+    """A technique that does this to a batch."""
+    facts = {"name": "cutter", "phase": phase, "batch": lambda self, batch: change(batch)}
+    made: Technique = type("Cutter", (Technique,), facts)(None)
+    return made
 
 
 def _cut(techniques: Sequence[Technique], **degrees: int) -> Batch:
@@ -60,7 +45,7 @@ def _sliced(where: slice, *fields: str) -> Callable[[Batch], Batch]:
 FIRST, EVEN = slice(None, 6), slice(None, None, 2)
 
 
-@pytest.mark.parametrize("techniques", [[], [Cutter(lambda batch: batch)]], ids=["none", "one that leaves it"])
+@pytest.mark.parametrize("techniques", [[], [_cutter(lambda batch: batch)]], ids=["none", "one that leaves it"])
 def test_a_batch_stays_whole_where_no_axis_slices_it(techniques: list[Technique]) -> None:
     batch = _cut(techniques, dp=4)
     assert batch.tokens.tolist() == torch.arange(24).view(2, 12).tolist()
@@ -68,8 +53,8 @@ def test_a_batch_stays_whole_where_no_axis_slices_it(techniques: list[Technique]
 
 
 def test_techniques_cut_what_those_of_earlier_phases_have_left() -> None:
-    thirds = Late(_sliced(slice(2, 4)))
-    batch = _cut([thirds, Cutter(_sliced(EVEN))], half=2, third=3)  # a TOML may name the later one first
+    thirds = _cutter(_sliced(slice(2, 4)), "materialise")
+    batch = _cut([thirds, _cutter(_sliced(EVEN))], half=2, third=3)  # a TOML may name the later one first
     assert batch.positions.tolist() == [[4, 6]] * 2
     assert batch.labels.tolist() == (batch.tokens + 1).tolist() == [[5, 7], [17, 19]]
 
@@ -78,9 +63,9 @@ def test_techniques_cut_what_those_of_earlier_phases_have_left() -> None:
     ("techniques", "degrees", "left"),
     [
         ([], {"half": 2}, "12 of 12 positions are left to each of 2 ranks"),
-        ([Cutter(lambda batch: batch)], {"half": 2, "dp": 2}, "12 of 12 positions are left to each of 2 ranks"),
-        ([Cutter(_sliced(FIRST))], {"half": 2, "third": 3}, "6 of 12 positions are left to each of 6 ranks"),
-        ([Cutter(_sliced(FIRST))], {"dp": 2}, "6 of 12 positions are left to each of 1 ranks"),
+        ([_cutter(lambda batch: batch)], {"half": 2, "dp": 2}, "12 of 12 positions are left to each of 2 ranks"),
+        ([_cutter(_sliced(FIRST))], {"half": 2, "third": 3}, "6 of 12 positions are left to each of 6 ranks"),
+        ([_cutter(_sliced(FIRST))], {"dp": 2}, "6 of 12 positions are left to each of 1 ranks"),
     ],
     ids=["nobody cuts", "left whole", "cut for one axis of two", "cut for no axis"],
 )
@@ -102,7 +87,7 @@ SHAPES = {
 @pytest.mark.parametrize("field", SHAPES)
 def test_tokens_labels_and_positions_are_cut_alike(field: str) -> None:
     with pytest.raises(PluginError) as refused:
-        _cut([Cutter(_sliced(FIRST, field))], half=2)
+        _cut([_cutter(_sliced(FIRST, field))], half=2)
     said = f"batch() returned tokens, labels and positions of shapes {SHAPES[field]}; cut them alike"
     assert str(refused.value).startswith("technique 'cutter' in ") and str(refused.value).endswith(f": {said}")
 
@@ -112,4 +97,4 @@ def test_tokens_labels_and_positions_are_cut_alike(field: str) -> None:
 )
 def test_a_batch_is_returned(answer: Tensor | None, said: str) -> None:
     with pytest.raises(PluginError, match=rf"technique 'cutter' in .*: batch\(\) .*{said}.* must return a Batch"):
-        _cut([Cutter(lambda _: answer)])
+        _cut([_cutter(lambda _: answer)])

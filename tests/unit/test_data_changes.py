@@ -15,7 +15,6 @@ from titan.data.tokens import hashes, tokenize, unfinished
 from titan.data.tokens.hashes import Mark
 from titan.errors import DataError
 from titan.plugins.tokenizers.bpe import Bpe
-from titan.plugins.tokenizers.bpe import Config as BpeConfig
 
 
 def test_damaged_memory_of_hashes_is_written_anew(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +166,7 @@ def test_files_are_remembered_only_once_their_times_can_tell(
 def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Path, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
-    recipe = tokenize._Recipe.of(lines(text), Bpe(BpeConfig(path=str(ranks))))
+    recipe = tokenize._Recipe.of(lines(text), Bpe(Bpe.Config(path=str(ranks))))
     assert recipe.make()[1].vocab_size == 257
     with ranks.open("ab") as file:
         file.write(base64.b64encode(b"ab") + b" 256\n")

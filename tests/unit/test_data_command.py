@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import LLAMA
 from tests.unit.test_data_shards import DOCUMENTS, write
 from titan import cli
 from titan.data.tokens.bytepairs import read_ranks
@@ -61,32 +62,9 @@ def test_train_tokenizer_says_what_is_wrong(
 def test_prepare_tokenizes_a_jobs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}\n")
+    sources = "".join(f'[[data.mixture]]\nname = "text"\npath = "{tmp_path}/{name}.txt"\n' for name in "ab")
     job = tmp_path / "job.toml"
-    job.write_text(
-        f"""
-        [tokenizer]
-        name = "byte"
-        [data]
-        seq_len = 8
-        cache = "{tmp_path / "cache"}"
-        [[data.mixture]]
-        name = "text"
-        path = "{tmp_path / "a.txt"}"
-        [[data.mixture]]
-        name = "text"
-        path = "{tmp_path / "b.txt"}"
-        [train]
-        steps = 1
-        global_batch_size = 1
-        [model]
-        name = "llama"
-        n_layers = 1
-        dim = 32
-        n_heads = 2
-        vocab_size = 257
-        max_seq_len = 8
-        """
-    )
+    job.write_text(f'base = "{LLAMA}"\n[data]\nseq_len = 8\ncache = "{tmp_path}/cache"\n{sources}')
     assert cli.main(["data", "prepare", "--config", str(job), "--data.workers", "0", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["tokens"], shown["documents"], len(shown["files"])) == (22, 2, 2)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,12 +22,9 @@ from titan.data.tokens.shards import open_shard
 from titan.data.tokens.tokenize import Lost
 from titan.errors import DataError
 from titan.log import log
-from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
 from titan.plugins.tokenizers.bpe import Bpe
-from titan.plugins.tokenizers.bpe import Config as BpeConfig
 from titan.plugins.tokenizers.byte import Byte
-from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 
 def test_documents_come_out_in_order_without_empty_ones(text: Path, cache: Path) -> None:
@@ -70,7 +68,7 @@ def test_text_is_tokenized_once(text: Path, cache: Path) -> None:
 
 def test_all_that_changes_tokens_is_a_new_place(text: Path, cache: Path) -> None:
     places = [made(lines(text), cache), made(lines(text, upper=True), cache)]
-    by_bpe = prepare(lines(text), Bpe(BpeConfig()), cache=cache, workers=1, progress=False)
+    by_bpe = prepare(lines(text), Bpe(Bpe.Config()), cache=cache, workers=1, progress=False)
     places.append([shard.path for shard in by_bpe])
     changed = text / "3.txt"
     stamp = changed.stat()
@@ -100,11 +98,7 @@ def test_a_cache_that_is_read_only_and_complete_is_enough(
 ) -> None:
     shards = made(lines(text), cache)
     (cache / "hashes.json").unlink(missing_ok=True)
-
-    def refuse(folder: Path) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
-
-    monkeypatch.setattr(hashes, "clock_ns", refuse)
+    monkeypatch.setattr(hashes, "clock_ns", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     assert made(lines(text), cache) == shards
     assert not (cache / "hashes.json").exists()
 
@@ -149,11 +143,8 @@ def test_a_leftover_that_cannot_be_removed_is_named(
     text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left(cache / ".partial-other-1", 25)
-
-    def busy(*_: object) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(unfinished.shutil, "rmtree", busy)
+    busy = OSError(errno.EBUSY, "Device or resource busy")
+    monkeypatch.setattr(unfinished.shutil, "rmtree", Mock(side_effect=busy))
     unfinished.sweep(cache)
     assert "/.partial-other-1 cannot be removed: Device or resource busy" in caplog.text
 
@@ -161,11 +152,7 @@ def test_a_leftover_that_cannot_be_removed_is_named(
 def test_who_slept_for_days_finds_its_folder_gone_and_publishes_nothing(
     text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swept() -> None:
-        [folder] = cache.glob(".partial*")
-        shutil.rmtree(folder)
-
-    while_read(monkeypatch, swept)
+    while_read(monkeypatch, lambda: shutil.rmtree(*cache.glob(".partial*")))
     with pytest.raises(DataError, match=r"cannot tokenize into the cache .*No such file"):
         made(lines(text), cache)
     assert nothing_kept(cache)
@@ -216,7 +203,7 @@ def test_what_a_tokenizer_loses_is_counted_and_limited(
     text: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def looked_at(folder: Path, workers: int, max_lost: float) -> Lost:
-        letters = Letters(ByteConfig())
+        letters = Letters(Byte.Config())
         shards = prepare(lines(text), letters, cache=folder, workers=workers, progress=False, max_lost=max_lost)
         return preparing.loss_in(shards[0].path.parent)
 
@@ -243,15 +230,15 @@ def test_what_a_tokenizer_loses_is_counted_and_limited(
 def test_a_text_without_ids_is_named_by_its_place(text: Path, cache: Path) -> None:
     (text / "3.txt").write_text("a\n~\n")
     with pytest.raises(DataError, match=r"3\.txt: ~ has no ids"):
-        prepare(lines(text), Letters(ByteConfig()), cache=cache, workers=2, progress=False)
+        prepare(lines(text), Letters(Byte.Config()), cache=cache, workers=2, progress=False)
 
 
 def test_empty_files_are_counted_and_passed_over(
     text: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = text_of(made(lines(text), cache))
-    (text / "0.txt").with_name("empty.txt").touch()
-    (text / "also.txt").touch()
+    for name in ("empty", "also"):
+        (text / f"{name}.txt").touch()
     monkeypatch.setattr(log, "propagate", True)
     assert text_of(made(lines(text), cache)) == whole
     assert "dataset 'lines': 2 of 8 files are empty, as " in caplog.text
@@ -273,10 +260,10 @@ def test_unwritable_cache_is_named(text: Path, tmp_path: Path) -> None:
 
 def test_shards_are_taken_as_they_are_and_checked(text: Path, cache: Path) -> None:
     (path,) = made(lines(text), cache)
-    taken = Shards(ShardsConfig(path=str(path.parent)))
+    taken = Shards(Shards.Config(path=str(path.parent)))
     assert made(taken, cache / "unused") == [path] and not (cache / "unused").exists()
     with pytest.raises(DataError, match=r"are of the tokenizer with fingerprint utf-8 bytes, 256, but .* 'bpe' with "):
-        prepare(taken, Bpe(BpeConfig()), cache=cache, workers=1, progress=False)
+        prepare(taken, Bpe(Bpe.Config()), cache=cache, workers=1, progress=False)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="is cut short"):
         made(taken, cache)
@@ -285,9 +272,7 @@ def test_shards_are_taken_as_they_are_and_checked(text: Path, cache: Path) -> No
 def test_a_node_whose_cache_is_elsewhere_is_told_so(text: Path, tmp_path: Path) -> None:
     """Its shards are those of rank 0, but rank 0 sends the paths that it found."""
     dataset = lines(text)
-    found = [
-        replace(shard, path=Path("/absent", shard.path.name))
-        for shard in prepare(dataset, BYTES, cache=tmp_path / "0", workers=1, progress=False)
-    ]
+    shards = prepare(dataset, BYTES, cache=tmp_path / "0", workers=1, progress=False)
+    found = [replace(shard, path=Path("/absent", shard.path.name)) for shard in shards]
     with pytest.raises(DataError, match=r"token shards in .*/1/\w+, the node of rank 0 in /absent; set data\.cache to"):
         preparing.prepare_node(dataset, BYTES, found, cache=tmp_path / "1", workers=1)

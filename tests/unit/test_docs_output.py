@@ -47,9 +47,8 @@ def _strings(tree: ast.AST) -> Iterator[str]:
 @cache
 def printed() -> str:
     """All strings of titan/, plugins/ and the shell scripts of a launch."""
-    files = [
-        file for folder in ("titan", "plugins", "planner", "testing") for file in sorted((ROOT / folder).rglob("*.py"))
-    ]
+    folders = ("titan", "plugins", "planner", "testing")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     strings = [text for file in files for text in _strings(ast.parse(file.read_text()))]
     strings += [text for file in (ROOT / "scripts").glob("*.sh") for text in re.findall(r'"(.*?)"', file.read_text())]
     return HOLE.join(strings).replace("\n", " ")
@@ -98,15 +97,9 @@ def test_the_arguments_of_a_layer_are_those_of_the_shared_one() -> None:
 def test_the_initial_values_that_are_shown_are_those_of_the_example() -> None:
     file = "examples/plugin_package/src/titan_example/shift.py"
     [shown] = re.findall(rf"`{file}`:\n\n```python\n(.*?)```", _page("plugin_model.md"), re.S)
-    here, there = (
-        [
-            ast.dump(node.value)
-            for node in ast.walk(ast.parse(code))
-            if isinstance(node, ast.keyword) and node.arg == "init"
-        ]
-        for code in (shown, (ROOT / file).read_text())
-    )
-    assert len(here) == 1 and here == there
+    nodes = [node for code in (shown, (ROOT / file).read_text()) for node in ast.walk(ast.parse(code))]
+    here, there = (ast.dump(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "init")
+    assert here == there
 
 
 def test_the_initial_values_that_are_replaced_are_those_of_the_spec(tmp_path: Path) -> None:

@@ -63,16 +63,13 @@ def test_what_is_no_error_of_a_system_call_is_wrong_input() -> None:
     assert by_errno(ValueError("x"), WRONG) is WRONG
 
 
-def _damaged_cache(path: Path) -> Any:
-    return _complete(path.parent)
-
-
 @pytest.mark.parametrize(
     ("read", "name", "wrong"),
     [
         (read_text, "a.txt", DataError), (open_shard, "a.bin", DataError), (read_ranks, "a.tiktoken", DataError),
         (lambda path: content_hashes([path], path.with_name("memory"), 1), "a.txt", DataError),
-        (_damaged_cache, INDEX, DataError), (lambda path: load_job(path, [], 1), "a.toml", ConfigError),
+        (lambda path: _complete(path.parent), INDEX, DataError),
+        (lambda path: load_job(path, [], 1), "a.toml", ConfigError),
         (lambda path: cluster.load(str(path)), "a.toml", ConfigError),
     ],
     ids=["text", "shard", "ranks", "hashes", "cache", "config", "cluster"],

@@ -100,9 +100,6 @@ def test_an_axis_says_what_ranks_see_or_folds_axes_that_do(fields: dict[str, Any
         Axis(**{"name": "ep", "folds": ("dp_shard",), "topology_order": 1, "doc": "", **fields})
 
 
-# --- planner ------------------------------------------------------------------------------------------------------
-
-
 def test_the_planner_s_groups() -> None:
     layout = _layout(32, cp=4, tp=2, ep=8)
     assert ranks_of(("ep",), layout) == 8 and group_of(("ep",), layout) == Group(8, 2)
@@ -131,9 +128,6 @@ def test_a_search_keeps_a_degree_that_is_given(degree: str, kept: set[int]) -> N
 def test_a_study_of_slices_is_one_of_tensor_parallelism() -> None:
     job: Any = SimpleNamespace(layout=_layout(8, ep=4, tp=2))
     assert Base(job, frozenset(), 8).axis("slices") == "tp"
-
-
-# --- a job --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,9 +125,6 @@ def _samples(job: Job) -> Samples:
     )  # fmt: skip
 
 
-# --- verdicts -----------------------------------------------------------------------------------------------------
-
-
 def _outcome(norm: float = 1.0) -> Outcome:
     return Outcome({1: {"loss": 5.0, "grad_norm": norm, "tokens": 8, "lr": 1e-3}}, {"w": torch.ones(3)})
 
@@ -152,10 +150,7 @@ def test_another_curve_fails(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_that_hangs_fails(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*_: object, **__: object) -> None:
-        raise RankError("rank 1 did not end within 240 s")
-
-    monkeypatch.setattr(judging, "train_job", hang)
+    monkeypatch.setattr(judging, "train_job", Mock(side_effect=RankError("rank 1 did not end within 240 s")))
     verdict = judge.judge(_legal(70))
     assert (verdict.kind, verdict.reason) == ("failed", "rank 1 did not end within 240 s")
 
@@ -169,15 +164,9 @@ def test_only_a_spoilt_job_may_be_refused(spoilt: tuple[str, ...], judge: Judge)
 
 
 def test_an_error_that_is_no_refusal_fails(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(judging, "load_job", crash)
+    monkeypatch.setattr(judging, "load_job", Mock(side_effect=ZeroDivisionError))
     verdict = judge.judge(replace(_legal(), spoilt=("heads",)))
     assert verdict.kind == "failed" and "ZeroDivisionError" in verdict.reason
-
-
-# --- the command --------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

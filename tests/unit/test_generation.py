@@ -1,6 +1,5 @@
 """Text that is generated: what the cache remembers, what is drawn, what is shown (titan/inference/generation.py)."""
 
-import dataclasses
 import io
 from argparse import Namespace
 from collections.abc import Sequence
@@ -218,7 +217,7 @@ def test_a_text_stops_at_the_end_id_and_others_go_on(monkeypatch: pytest.MonkeyP
 
 
 def test_a_text_stops_where_the_model_ends() -> None:
-    texts = run(MODELS["gpt, grouped"], PROMPTS, dataclasses.replace(GREEDY, max_new_tokens=20))
+    texts = run(MODELS["gpt, grouped"], PROMPTS, replace(GREEDY, max_new_tokens=20))
     assert [len(text.ids) for text in texts] == [24, 21, 24, 22]
     assert [text.stopped for text in texts] == ["max_seq_len", "max_new_tokens", "max_seq_len", "max_new_tokens"]
 
@@ -245,7 +244,7 @@ def test_a_text_stops_where_the_layout_ends(capsys: pytest.CaptureFixture[str]) 
 
 def _all_of(here: BuildContext, prompts: Sequence[Sequence[int]]) -> list[Text]:
     """Texts that end where nothing but their length ends them."""
-    sampling = dataclasses.replace(GREEDY, max_new_tokens=24)
+    sampling = replace(GREEDY, max_new_tokens=24)
     return generation.generate(here, SequentialEngine(here.parts[0], ()), prompts, sampling)
 
 
@@ -308,13 +307,13 @@ def test_of_equally_probable_tokens_no_more_are_kept_than_asked_for_and_draws_fo
 
 def test_a_seed_says_which_text() -> None:
     """Whatever else is in the batch, and however many turns it takes."""
-    three = dataclasses.replace(DRAWN, samples=3)
+    three = replace(DRAWN, samples=3)
     texts = [text.tokens for text in run(MODELS["llama"], PROMPTS, three)]
     assert texts == [text.tokens for text in run(MODELS["llama"], PROMPTS, three)]
     assert len({tuple(tokens) for tokens in texts}) == 12
     alone = run(MODELS["llama"], [PROMPTS[2]], three)
     assert [text.tokens for text in alone] == texts[6:9]
-    assert run(MODELS["llama"], [PROMPTS[2]], dataclasses.replace(DRAWN, seed=4))[0].tokens not in texts
+    assert run(MODELS["llama"], [PROMPTS[2]], replace(DRAWN, seed=4))[0].tokens not in texts
     many = run(MODELS["llama"], [PROMPTS[0]] * generation.ROWS + [PROMPTS[2]], DRAWN)
     assert many[-1].tokens == texts[6]
 

@@ -18,60 +18,56 @@ def outcome() -> Outcome:
     return Outcome(rows, {"embed.weight": torch.linspace(-1, 1, 40).view(10, 4), "norm.weight": torch.ones(4)})
 
 
-def test_equal_outcomes_pass(outcome: Outcome) -> None:
-    assert_same_curve(outcome, copy.deepcopy(outcome))
+@pytest.fixture
+def other(outcome: Outcome) -> Outcome:
+    return copy.deepcopy(outcome)
+
+
+def test_equal_outcomes_pass(outcome: Outcome, other: Outcome) -> None:
+    assert_same_curve(outcome, other)
 
 
 @pytest.mark.parametrize(
     ("key", "factor"), [("loss", 1 + 2e-5), ("grad_norm", 1 + 2e-4), ("grad_norm", 2.0), ("tokens", 2), ("lr", 1.001)]
 )
-def test_one_wrong_value_of_one_step(outcome: Outcome, key: str, factor: float) -> None:
-    other = copy.deepcopy(outcome)
+def test_one_wrong_value_of_one_step(outcome: Outcome, other: Outcome, key: str, factor: float) -> None:
     other.rows[7][key] *= factor
-    assert len(differences(outcome, other)) == 1 and f"step 7: {key}" in differences(outcome, other)[0]
+    (found,) = differences(outcome, other)
+    assert f"step 7: {key}" in found
 
 
-def test_not_a_number(outcome: Outcome) -> None:
-    other = copy.deepcopy(outcome)
+def test_not_a_number(outcome: Outcome, other: Outcome) -> None:
     other.rows[3]["loss"] = float("nan")
     other.weights["norm.weight"][0] = float("nan")
     assert len(differences(outcome, other)) == 2
 
 
-def test_a_missing_step_and_a_missing_parameter(outcome: Outcome) -> None:
-    other = copy.deepcopy(outcome)
+def test_a_missing_step_and_a_missing_parameter(outcome: Outcome, other: Outcome) -> None:
     del other.rows[10], other.weights["norm.weight"]
     assert len(differences(outcome, other)) == 2
 
 
 @pytest.mark.parametrize("change", [1e-4, -1e-3])
-def test_one_wrong_weight(outcome: Outcome, change: float) -> None:
-    other = copy.deepcopy(outcome)
+def test_one_wrong_weight(outcome: Outcome, other: Outcome, change: float) -> None:
     other.weights["embed.weight"][5, 2] += change
     assert differences(outcome, other)[0].startswith("embed.weight")
 
 
-def test_weights_that_are_permuted(outcome: Outcome) -> None:
-    other = copy.deepcopy(outcome)
+def test_weights_that_are_permuted(outcome: Outcome, other: Outcome) -> None:
     other.weights["embed.weight"] = other.weights["embed.weight"].roll(1, 0)
     assert differences(outcome, other)
 
 
-def test_validation_is_compared_where_there_is_one(outcome: Outcome) -> None:
-    other = copy.deepcopy(outcome)
+def test_validation_is_compared_where_there_is_one(outcome: Outcome, other: Outcome) -> None:
     outcome.rows[4]["validation_loss"] = 5.0
-    assert (
-        len(differences(outcome, other)) == 1
-        and "step 4: validation_loss 5.0 against nan" in differences(outcome, other)[0]
-    )
+    assert differences(outcome, other) == ["step 4: validation_loss 5.0 against nan"]
     other.rows[4]["validation_loss"] = 5.0 * (1 + 5e-6)
     assert not differences(outcome, other)
     other.rows[4]["validation_loss"] = 5.0 * (1 + 2e-5)
     assert differences(outcome, other)[0].startswith("step 4: validation_loss")
 
 
-def test_how_far_apart(outcome: Outcome) -> None:
-    other = copy.deepcopy(outcome)
+def test_how_far_apart(outcome: Outcome, other: Outcome) -> None:
     other.rows[3]["loss"] *= 1 + 3e-6
     other.rows[5]["grad_norm"] *= 1 - 2e-5
     other.weights["norm.weight"][2] += 0.5 * 1.01e-4

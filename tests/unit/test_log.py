@@ -1,13 +1,13 @@
 """Words that cannot be written: a terminal that is gone, a disk that is full. Neither raises, neither is a trace."""
 
 import errno
-import io
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,15 +73,9 @@ def test_output_that_cannot_be_written_is_an_error_of_one_line(words: list[str])
     assert (done.returncode, done.stderr) == (1, "error: the output: No space left on device\n")
 
 
-class _Full(io.StringIO):
-    """A file on a full disk, redirected from a terminal."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_full_disk_below_stderr_costs_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "stderr", _Full())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": full}))
     log.set_up(0, tmp_path)
     log.log.info("kept")
     assert (tmp_path / "rank-0.log").read_text().endswith("INFO kept\n")
@@ -92,11 +86,7 @@ def test_a_log_that_cannot_be_written_is_said_once(
 ) -> None:
     log.set_up(0, tmp_path)
     kept = next(handler for handler in log.log.handlers if isinstance(handler, logging.FileHandler))
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(kept, "flush", full)
+    monkeypatch.setattr(kept, "flush", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     for word in ("one", "two"):
         log.log.info(word)
     log.set_up(0)

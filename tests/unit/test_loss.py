@@ -13,9 +13,8 @@ BATCH, SEQ, VOCAB = 2, 9, 37
 
 
 def _logits(dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
-    return (
-        (torch.randn(BATCH, SEQ, VOCAB, generator=torch.Generator().manual_seed(0)) * scale).to(dtype).requires_grad_()
-    )
+    drawn = torch.randn(BATCH, SEQ, VOCAB, generator=torch.Generator().manual_seed(0))
+    return (drawn * scale).to(dtype).requires_grad_()
 
 
 def _labels() -> Tensor:
@@ -93,12 +92,7 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan(wrong: int) -> None:
 
 def test_nothing_but_the_logits_themselves_is_kept_for_the_backward() -> None:
     logits, kept = _logits(torch.bfloat16), []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         CrossEntropy(Config()).compute(logits, _labels())
     large = [tensor for tensor in kept if tensor.numel() >= logits.numel()]
     assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]

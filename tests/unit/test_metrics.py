@@ -7,18 +7,20 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from tests.jobs import LLAMA
 from titan.config import load_job
-from titan.contracts import Row, RunInfo, Tracker
+from titan.contracts import RunInfo
 from titan.errors import ConfigError, ResourceError
 from titan.training import metrics
 from titan.training.metrics import Meter, Trackers
 
 TOKENS = 128
+INFO = RunInfo(Path(), "tiny", {}, start_step=0, steps=2, params=1, every=1)
 
 
 class Clock:
@@ -107,63 +109,28 @@ def test_what_fails_is_booked_too(clock: Clock) -> None:
     assert row(measured)["save_time_s"] == 2.0
 
 
-class Failing(Tracker):
-    """Raises whenever it is asked, but at the start."""
-
-    name = "failing"
-    asked = 0
-
-    def log(self, row: Row) -> None:
-        self._fail()
-
-    def progress(self, step: int) -> None:
-        self._fail()
-
-    def close(self) -> None:
-        self._fail()
-
-    def _fail(self) -> None:
-        self.asked += 1
-        raise OSError(errno.ENOSPC, "No space left on device\nand more")
-
-
-class Other(Tracker):
-    """Keeps its rows."""
-
-    name = "other"
-    closed = False
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def log(self, row: Row) -> None:
-        self.rows.append(row)
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.mark.parametrize(("number", "raised"), [(errno.ESTALE, ResourceError), (errno.EISDIR, ConfigError)])
 def test_a_tracker_that_cannot_begin_refuses_the_run(number: int, raised: type[Exception]) -> None:
-    class Stale(Failing):
-        def start(self, info: RunInfo) -> None:
-            raise OSError(number, os.strerror(number), "metrics.jsonl")
-
+    stale = Mock(**{"start.side_effect": OSError(number, os.strerror(number), "metrics.jsonl")})
+    stale.name = "failing"
     with pytest.raises(raised, match=r"\[metrics\.failing\] cannot start: .*metrics\.jsonl.*; enabled = false"):
-        Trackers([Stale(None)]).start(RunInfo(Path(), "run", {}, 0, 1, 1, 1))
+        Trackers([stale]).start(INFO)
 
 
-def test_a_tracker_that_fails_is_told_once_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_told_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(metrics.log, "warning", said.append)
-    failing, other = Failing(None), Other()
+    full = OSError(errno.ENOSPC, "No space left on device\nand more")
+    failing, other = Mock(**{f"{hook}.side_effect": full for hook in ("progress", "log", "close")}), Mock()
+    failing.name = "failing"
     trackers = Trackers([failing, other])
-    trackers.start(RunInfo(tmp_path, "tiny", {}, start_step=0, steps=2, params=1, every=1))
+    trackers.start(INFO)
     for step in (1, 2):
         trackers.progress(step)
         trackers.log({"step": step})
     trackers.close()
-    assert failing.asked == 5 and other.rows == [{"step": 1}, {"step": 2}] and other.closed
+    steps = [asked for step in (1, 2) for asked in (call.progress(step), call.log({"step": step}))]
+    assert failing.mock_calls == other.mock_calls == [call.start(INFO), *steps, call.close()]
     assert said == [
         "[metrics.failing] OSError: [Errno 28] No space left on device; "
         "training continues, and this tracker misses some rows"

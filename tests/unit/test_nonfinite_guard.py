@@ -13,12 +13,9 @@ from titan.training.nonfinite import Counts, NonfiniteGuard
 NOT, EXPECTED = torch.tensor(False), torch.tensor(True)
 
 
-_NOTHING = Counts()
-
-
-def _guard(limit: int, *made: str, before: Counts = _NOTHING) -> NonfiniteGuard:
+def _guard(limit: int, *made: str, before: Counts | None = None) -> NonfiniteGuard:
     mesh = Mesh(Layout((), {}), torch.device("cpu"), 0)
-    return NonfiniteGuard(limit, before, mesh, known=["all is scaled"], made=made)
+    return NonfiniteGuard(limit, before or Counts(), mesh, known=["all is scaled"], made=made)
 
 
 def _look(guard: NonfiniteGuard, step: int, norm: float, *expected: torch.Tensor) -> bool:

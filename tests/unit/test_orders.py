@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -51,24 +52,14 @@ def test_orders_are_those_of_torch(schedule: str, ranks: int) -> None:
     assert compared >= 6
 
 
-class _Recorder:
+CHUNKS = {"forward_one_chunk": "F", "backward_one_chunk": "B"}
+
+
+def _recorder(rank: int, ranks: int) -> Mock:
     """A stage that notes what torch's own loop calls, in place of one that computes and sends."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.is_first, self.is_last = rank, ranks, rank == 0, rank == ranks - 1
-        self.group_size, self.group_rank, self.submod, self.has_backward = ranks, rank, None, True
-        self.done: list[tuple[str, int, int]] = []
-
-    def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> None:
-        self.done.append(("F", self.stage_index, i))
-
-    def backward_one_chunk(self, i: int, **_: Any) -> None:
-        self.done.append(("B", self.stage_index, i))
-
-    def _none(self, *_: Any) -> list[Any]:
-        return []
-
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = _none
+    place = {"stage_index": rank, "num_stages": ranks, "group_size": ranks, "group_rank": rank}
+    nothing = {f"get_{which}_ops.return_value": [] for which in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send")}
+    return Mock(**place, **nothing, is_first=rank == 0, is_last=rank == ranks - 1, submod=None, has_backward=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -80,12 +71,12 @@ def test_single_stage_orders_are_what_torch_runs(schedule: str, ranks: int) -> N
             continue
         theirs = []
         for rank in range(ranks):
-            stage = _Recorder(rank, ranks)
+            stage = _recorder(rank, ranks)
             running = kind(stage, micro_batches)
             running._stage_forward_initialized = running._stage_backward_initialized = True
             running._initialize_stage = lambda *_: None
             running._step_microbatches([()] * micro_batches, [{}] * micro_batches)
-            theirs.append(stage.done)
+            theirs.append([(CHUNKS[name], rank, args[0]) for name, args, _ in stage.mock_calls if name in CHUNKS])
         assert _plain(order(schedule, ranks, ranks, micro_batches)) == theirs
 
 

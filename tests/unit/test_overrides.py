@@ -60,14 +60,12 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
             "--global-batch-size: expected --table.key value (did you mean --train.global_batch_size?)",
         ),
         (["train", "mine.toml"], "mine.toml: expected --table.key value (did you mean --config mine.toml?)"),
-        (["train", "--xyz"], "--xyz: expected --table.key value"),
         (["train", "--train.steps", ""], "[train] steps = '': must be an integer"),
         (["train", "--plugins.compile.enabld", "1"], "[plugins.compile] enabld: unknown key (did you mean 'enabled'?)"),
         (["generate", "--chekpoint", "x"], "--chekpoint: expected --table.key value (did you mean --checkpoint?)"),
         (["data", "prepare", "--confg", "x"], "--confg: titan data takes no such argument (did you mean --config?)"),
         (["convert", "--form", "x"], "--form: expected --table.key value (did you mean --format?)"),
         (["train", "debug"], "debug: expected --table.key value (did you mean --config debug?)"),
-        (["config", "--data.nam", "x"], "[data] nam: unknown key (did you mean 'name'?)"),
         (["plan", "--output", "x.toml", "--cluster", "h100"], "--output: no layout is searched; add --search"),
         (
             ["config", "--checkpoint.enabled", "false", "--checkpoint.resume", "required"],
@@ -137,36 +135,30 @@ def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
     [
         (["trian"], "titan: error: unknown command 'trian' (did you mean 'train'?); see titan --help"),
         (["plan", "--top", "x"], "titan plan: error: argument --top: invalid int value: 'x'; see titan plan --help"),
-        (["plan", "--dry-rn"], "error: command line: --dry-rn: expected --table.key value (did you mean --dry-run?)"),
-        (["plugins", "--jsn"], "error: command line: --jsn: titan plugins takes no such argument (did you mean --json"),
     ],
 )  # fmt: skip
 def test_what_argparse_refuses_is_said_in_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code: object = cli.main(words)
-    except SystemExit as end:
-        code = end.code
-    [line] = capsys.readouterr().err.splitlines()
-    assert code == 2 and line.startswith(said)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2 and capsys.readouterr().err == f"{said}\n"
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "said"),
+    ("of_the_file", "words", "said"),
     [
-        ("--model.n_heads", "3", "command line: [model]: dim 32 over n_heads 3"),
-        ("--data.seq_len", "64", "command line: [data] seq_len = 64"),
-        ("--data.path", "x", f"{LLAMA}: [model]: dim 32 over n_heads 3"),
+        ("", ["--model.n_heads", "3"], r"^command line: \[model\]: dim 32 over n_heads 3"),
+        ("", ["--data.seq_len", "64"], r"^command line: \[data\] seq_len = 64"),
+        ("[model]\nn_heads = 3\n", [], r"^/.*/job\.toml: \[model\]: dim 32 over n_heads 3"),
     ],
 )
-def test_a_fault_of_the_command_line_is_not_said_of_the_file(flag: str, value: str, said: str, tmp_path: Path) -> None:
-    file = LLAMA
-    if flag == "--data.path":
-        file = tmp_path / "job.toml"
-        file.write_text(f'base = "{LLAMA}"\n[model]\nn_heads = 3\n')
-    with pytest.raises(ConfigError, match=re.escape(said.replace(str(LLAMA), str(file)))):
-        load_job(file, ["--data.path", "x", flag, value], 1)
+def test_a_fault_of_the_command_line_is_not_said_of_the_file(
+    of_the_file: str, words: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(f'base = "{LLAMA}"\n{of_the_file}')
+    with pytest.raises(ConfigError, match=said):
+        load_job(tmp_path / "job.toml", ["--data.path", "x", *words], 1)
 
 
 def test_a_layout_of_the_command_line_that_does_not_fit_is_its_fault() -> None:
@@ -189,12 +181,8 @@ def test_a_key_of_the_command_line_that_another_tables_fault_names(words: list[s
     with pytest.raises(ConfigError, match=re.escape(f"command line: {said}")):
         load_job(file, words)
     with pytest.raises(ConfigError, match=r"job\.toml: \[data\] seq_len = 7"):  # the file's own fault stays its own
-        load_job(_with(file, "seq_len = 32", "seq_len = 7000"), ["--train.steps", "3", "--data.shuffle", "false"])
-
-
-def _with(file: Path, old: str, new: str) -> Path:
-    file.write_text(file.read_text().replace(old, new))
-    return file
+        file.write_text(file.read_text().replace("seq_len = 32", "seq_len = 7000"))
+        load_job(file, ["--train.steps", "3", "--data.shuffle", "false"])
 
 
 @pytest.mark.parametrize(

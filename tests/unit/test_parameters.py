@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from titan.contracts import Model, ModelSpec
+from titan.contracts import Model
 from titan.contracts.base import cost
 from titan.contracts.base import spec as spec_module
 from titan.contracts.base.spec import ParameterFacts
@@ -16,6 +16,7 @@ from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 
 SIZES = {"n_layers": 1, "dim": 16, "n_heads": 2, "vocab_size": 32, "max_seq_len": 8, "ffn_dim": 24}
+SPEC = Llama(LlamaConfig(**SIZES)).spec()
 
 
 def _facts(model: Model) -> Mapping[str, ParameterFacts]:
@@ -50,9 +51,8 @@ def test_biases_lie_along_the_outputs_of_a_column_and_along_nothing_in_a_row() -
 
 
 def test_features_of_a_stack_lie_along_its_last_two_dimensions() -> None:
-    spec = Llama(LlamaConfig(**SIZES)).spec()
-    assert spec.parameter("layers.0.ffn.w1.weight", 3) == ParameterFacts("matrix", 1, False)
-    assert spec.parameter("layers.0.ffn.w2.weight", 3) == ParameterFacts("matrix", 2, False)
+    assert SPEC.parameter("layers.0.ffn.w1.weight", 3) == ParameterFacts("matrix", 1, False)
+    assert SPEC.parameter("layers.0.ffn.w2.weight", 3) == ParameterFacts("matrix", 2, False)
 
 
 @pytest.mark.parametrize("owner", ["embed.weight", "output.weight"])
@@ -67,19 +67,15 @@ def test_a_tied_tensor_is_a_table_whichever_name_owns_it(owner: str) -> None:
 def test_a_matrix_that_is_tied_to_the_head_decays_as_heads_do(alias: str) -> None:
     """Also where the head owns the tensor, and wherever tensor parallelism splits the matrix."""
     for tied in ((alias, "output.weight"), ("output.weight", alias)):
-        spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(tied,))
+        spec = dataclasses.replace(SPEC, tied=(tied,))
         assert {spec.parameter(name, 2).kind for name in tied} == {"head"}
         assert all(spec.decays(name, 2) for name in tied)
 
 
 def test_layers_that_are_tied_to_each_other_stay_matrices() -> None:
     names = ("layers.0.attn.wq.weight", "layers.1.attn.wq.weight")
-    spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(names,))
+    spec = dataclasses.replace(SPEC, tied=(names,))
     assert {spec.parameter(name, 2) for name in names} == {ParameterFacts("matrix", 0, False)}
-
-
-def _without_styles() -> ModelSpec:
-    return dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tensor={}, embeddings=("embed", "more"))
 
 
 @pytest.mark.parametrize(
@@ -91,27 +87,23 @@ def _without_styles() -> ModelSpec:
     ],
 )  # fmt: skip
 def test_without_styles_places_tell_the_kind(name: str, ndim: int, kind: str) -> None:
-    assert _without_styles().parameter(name, ndim) == ParameterFacts(kind, None, False)  # type: ignore[arg-type]
+    spec = dataclasses.replace(SPEC, tensor={}, embeddings=("embed", "more"))
+    assert spec.parameter(name, ndim) == ParameterFacts(kind, None, False)  # type: ignore[arg-type]
 
 
-def test_norms_of_heads_are_whole_and_their_gradients_partial() -> None:
-    spec = Llama(LlamaConfig(**SIZES)).spec()
-    spec = dataclasses.replace(spec, tensor={**spec.tensor, "layers.*.attn.q_norm": "qk_norm"})
-    assert spec.parameter("layers.0.attn.q_norm.weight", 1) == ParameterFacts("vector", None, True)
+@pytest.mark.parametrize(("style", "dim", "partial"), [("qk_norm", None, True), ("wide_norm", 0, False)])
+def test_norms_of_each_head_are_whole_and_those_over_all_lie_along_them(
+    style: str, dim: int | None, partial: bool
+) -> None:
+    spec = dataclasses.replace(SPEC, tensor={**SPEC.tensor, "layers.*.attn.q_norm": style})
+    assert spec.parameter("layers.0.attn.q_norm.weight", 1) == ParameterFacts("vector", dim, partial)
     assert not spec.parameter("layers.0.attn_norm.weight", 1).partial
 
 
-def test_norms_over_all_heads_lie_along_the_heads() -> None:
-    spec = Llama(LlamaConfig(**SIZES)).spec()
-    spec = dataclasses.replace(spec, tensor={**spec.tensor, "layers.*.attn.q_norm": "wide_norm"})
-    assert spec.parameter("layers.0.attn.q_norm.weight", 1) == ParameterFacts("vector", 0, False)
-
-
 def test_matrices_and_the_head_decay_but_for_those_that_the_spec_exempts() -> None:
-    spec = Llama(LlamaConfig(**SIZES)).spec()
-    assert spec.decays("layers.0.attn.wq.weight", 2) and spec.decays("output.weight", 2)
-    assert not spec.decays("embed.weight", 2) and not spec.decays("norm.weight", 1)
-    exempt = dataclasses.replace(spec, no_decay=("layers.*.attn.wq.weight",))
+    assert SPEC.decays("layers.0.attn.wq.weight", 2) and SPEC.decays("output.weight", 2)
+    assert not SPEC.decays("embed.weight", 2) and not SPEC.decays("norm.weight", 1)
+    exempt = dataclasses.replace(SPEC, no_decay=("layers.*.attn.wq.weight",))
     assert not exempt.decays("layers.0.attn.wq.weight", 2) and exempt.decays("layers.0.attn.wk.weight", 2)
 
 

@@ -13,7 +13,10 @@ from titan.contracts.plugin import registry
 from titan.errors import ConfigError, PluginError, TitanError
 from titan.planner.step.layout import costs_of
 
-HEAD = '''"""Doc."""
+
+def plugin(contract: str, body: str) -> str:
+    """A file with a plugin of this contract."""
+    return f'''"""Doc."""
 from dataclasses import dataclass
 import torch
 from titan.contracts import Axis, LrSchedule, Technique, Tokenizer, option, register
@@ -23,47 +26,18 @@ class Config:
     """Options."""
     x: int = option(1, "number")
 
-'''
-SCHEDULE = (
-    HEAD
-    + '''
-@register
-class Flat(LrSchedule):
-    """Flat."""
-    name = "NAME"
-    Config = Config
 
-    def factor(self, step: int, steps: int) -> float:
-        return 1.0
-'''
-)
-TECHNIQUE = (
-    HEAD
-    + '''
 @register
-class Mine(Technique):
+class Mine({contract}):
     """Mine."""
     name = "NAME"
     Config = Config
-    phase = "shard"
-
-    def before_step(self, step: int) -> None:
-        pass
+{body}
 '''
-)
-TOKENIZER = (
-    HEAD
-    + '''
-@register
-class Mine(Tokenizer):
-    """Mine."""
-    name = "NAME"
-    Config = Config
 
-    def vocab_size(self):
-        return 1
-'''
-)
+
+SCHEDULE = plugin("LrSchedule", "\n    def factor(self, step: int, steps: int) -> float:\n        return 1.0")
+TECHNIQUE = plugin("Technique", '    phase = "shard"\n\n    def before_step(self, step: int) -> None:\n        pass')
 
 
 def with_line(line: str) -> str:
@@ -71,17 +45,10 @@ def with_line(line: str) -> str:
     return TECHNIQUE.replace('phase = "shard"', f'phase = "shard"\n    {line}')
 
 
-def with_axis(*changed: str) -> str:
-    """The technique with an axis, some of whose fields are others."""
-    fields = {"name": "'a'", "data": "'dealt'", "weights": "'copies'", "topology_order": "1", "doc": "''"} | dict(
-        c.split("=", 1) for c in changed
-    )
+def with_axis(**changed: str) -> str:
+    """The technique with an axis, some of whose fields are others, as they stand in its file."""
+    fields = {"name": "'a'", "data": "'dealt'", "weights": "'copies'", "topology_order": "1", "doc": "''", **changed}
     return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
-
-
-def with_fold(name: str) -> str:
-    """The technique with an axis that folds another."""
-    return with_axis("data=None", "weights='slices'", f"folds=({name!r},)")
 
 
 def load(tmp_path: Path, text: str, name: str) -> None:
@@ -91,16 +58,8 @@ def load(tmp_path: Path, text: str, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.load_plugins()
-    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
-    monkeypatch.setattr(registry, "_opened", set(registry._opened))
     for name in ("_brought_by", "_left_out", "_contested"):
         monkeypatch.setattr(registry, name, {})
-
-
-def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
-    load(tmp_path, SCHEDULE, "flat_a")
-    assert registry.find("lr_schedule", "flat_a") is not None
 
 
 @pytest.mark.parametrize(
@@ -110,12 +69,12 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (TECHNIQUE.replace("step: int", "number: int"), r"before_step\(self, number\): its parameters must be \(self, step\)"),
         (SCHEDULE.replace("def factor", "def _factor"), r"missing factor\(\); define it"),
         (SCHEDULE.replace('"NAME"', '"no name"'), "must be a Python identifier"),
-        (SCHEDULE.replace('    """Flat."""\n', ""), "needs a docstring"),
+        (SCHEDULE.replace('    """Mine."""\n', ""), "needs a docstring"),
         (SCHEDULE.replace(', kw_only=True', ''), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace("frozen=True, ", ""), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace('option(1, "number")', "1"), "x needs option"),
         ("import no_such_module\n" + SCHEDULE, r"misfit\.py:1 cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        (SCHEDULE.replace("class Flat(LrSchedule)", "class Flat"), "must subclass a contract of titan.contracts"),
+        (SCHEDULE.replace("(LrSchedule)", ""), "must subclass a contract of titan.contracts"),
         (TECHNIQUE.replace('"shard"', '"shards"'), r"phase = 'shards': must be one of 'convert', .* \(did you mean 'shard'\?\)"),
         (TECHNIQUE.replace('phase = "shard"', ""), "missing `phase`, which must be one of 'convert', 'split'"),
         (TECHNIQUE.replace('"shard"', '"split"'), r"phase = 'split': split\(\) is called in phase 'split' alone"),
@@ -135,25 +94,23 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
         ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register decorates a class"),
         (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, spec\)"),
-        (with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor/__init__\.py"),
-        (with_line('axes = (Axis(name="a", data="dealt", weights="copies", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is already owned by technique 'misfit'"),
+        (with_axis(name="'tp'"), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor/__init__\.py"),
+        (with_axis().replace("),)", "),) * 2"), "mesh axis 'a' is already owned by technique 'misfit'"),
         (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
         (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),
         (with_line('covers = ("dp_shared",)'), r"covers: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
-        (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
-        (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
-        (with_axis("data='delt'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = 'delt': must be one of .* \(did you mean 'dealt'\?\)"),
-        (with_axis("data='same'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = \"same\" with weights = \"copies\": its ranks would all do the same work"),
-        (with_axis("data='sliced'", "weights='slices'"), r"mesh axis 'a': data = \"sliced\" with weights = \"slices\": ranks that slice sequences must hold \"copies\""),
-        (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),
-        (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be a finite number"),
-        (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for all remaining ranks"),
-        (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
-        (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a Python identifier"),
-        (with_axis("name=1"), "mesh axis 1: name = 1: must be a string"),
-        (with_fold("dp_shared"), r"mesh axis 'a': folds: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
-        (with_fold("tp"), r"mesh axis 'a': folds 'tp', whose ranks hold \"slices\"; they must hold \"copies\""),
-        (with_fold("a"), r"mesh axis 'a': folds 'a', which folds other axes itself; name these"),
+        (plugin("Tokenizer", "    def vocab_size(self):\n        return 1"), r"vocab_size\(\) is a method; it must be a property or a value"),
+        (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Mine", "class Steep"), r"two plugins are called lr_schedule 'misfit': Mine in .*misfit\.py and Steep in"),
+        (with_axis(data="'delt'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = 'delt': must be one of .* \(did you mean 'dealt'\?\)"),
+        (with_axis(topology_order="'1'"), "mesh axis 'a': topology_order = '1': must be a number"),
+        (with_axis(topology_order="float('inf')"), "mesh axis 'a': topology_order = inf: must be a finite number"),
+        (with_axis(default="0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for all remaining ranks"),
+        (with_axis(default="True"), "mesh axis 'a': default = True: must be an integer"),
+        (with_axis(name="'a-b'"), "mesh axis 'a-b': name: must be a Python identifier"),
+        (with_axis(name="1"), "mesh axis 1: name = 1: must be a string"),
+        (with_axis(data="None", weights="'slices'", folds="('dp_shared',)"), r"mesh axis 'a': folds: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
+        (with_axis(data="None", weights="'slices'", folds="('tp',)"), r"mesh axis 'a': folds 'tp', whose ranks hold \"slices\"; they must hold \"copies\""),
+        (with_axis(data="None", weights="'slices'", folds="('a',)"), r"mesh axis 'a': folds 'a', which folds other axes itself; name these"),
         (SCHEDULE.replace("x: int", "x int"), r"misfit\.py:9 cannot be imported: SyntaxError: invalid syntax"),
         (SCHEDULE + "\ndef f():\n    return torch.zeros(2) @ torch.zeros(3)\nf()\n", r"plugin /.*misfit\.py:22 cannot be imported: RuntimeError: .*add --traceback for the whole stack"),
         (SCHEDULE + "\nraise SystemExit(3)\n", r"misfit\.py:21 cannot be imported: SystemExit: 3"),
@@ -178,10 +135,9 @@ def test_an_absent_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_plugins_load_from_a_file(tmp_path: Path) -> None:
-    load_one = tmp_path / "_one.py"
-    load_one.write_text(SCHEDULE.replace("NAME", "one"))
+    (tmp_path / "_one.py").write_text(SCHEDULE.replace("NAME", "one"))
     (tmp_path / "other.py").write_text("raise ValueError")
-    registry.load_plugins([load_one])
+    registry.load_plugins([tmp_path / "_one.py"])
     assert registry.find("lr_schedule", "one") is not None
 
 
@@ -198,16 +154,6 @@ def test_a_file_imported_under_two_names_is_one_plugin(tmp_path: Path, monkeypat
     load(tmp_path, SCHEDULE, "twice_there")
     importlib.import_module("twice_there")
     assert registry.find("lr_schedule", "twice_there").__module__ == "twice_there"
-
-
-# --- what hooks return ----------------------------------------------------------------------------------------------
-
-
-def with_hook(hook: str, body: str) -> str:
-    """The technique with a hook of this body."""
-    return TECHNIQUE.replace(
-        "    def before_step(self, step: int) -> None:\n        pass\n", f"    def {hook}:\n        {body}\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +173,7 @@ def with_hook(hook: str, body: str) -> str:
     ],
 )  # fmt: skip
 def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:
-    load(tmp_path, with_hook(hook, body), "answers")
+    load(tmp_path, plugin("Technique", f'    phase = "shard"\n\n    def {hook}:\n        {body}'), "answers")
     with pytest.raises(TitanError, match=r"technique 'answers' in .*answers\.py: " + message):
         job = load_job(LLAMA, ["--data.path", "x", "--plugins.answers.enabled", "true"])
         assert hook.startswith("cost"), "only the planner asks for costs"
@@ -236,20 +182,11 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
 
 @pytest.mark.parametrize("hook", ["check", "spec"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
-    plugin = (CONFIGS.parent / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
-    hooks = f"    def {hook}(self):\n        pass\n\n    def build"
-    load(
-        tmp_path,
-        plugin.replace("    def spec", "    def _spec" if hook == "spec" else "    def spec").replace(
-            "    def build", hooks
-        ),
-        "vague",
-    )
+    text = (CONFIGS.parent / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    text = text.replace("def spec", "def _spec" if hook == "spec" else "def spec")
+    load(tmp_path, text.replace("    def build", f"    def {hook}(self):\n        pass\n\n    def build"), "vague")
     with pytest.raises(TitanError, match=rf"model 'vague' in .*vague\.py: {hook}\(\) returned None; it must return a"):
         load_job(LLAMA, ["--data.path", "x", "--model.name", "vague"])
-
-
-# --- entry points of installed packages -------------------------------------------------------------------------
 
 
 def install(tmp_path: Path, package: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,16 +201,10 @@ def install(tmp_path: Path, package: str, text: str, monkeypatch: pytest.MonkeyP
 
 
 BROKEN = {
-    "raises": (
-        SCHEDULE + "raise ValueError('too old')",
-        r"broken_raises\.py:20 cannot be imported: ValueError: too old",
-    ),
+    "raises": (SCHEDULE + "raise ValueError('too old')", r"_raises\.py:20 cannot be imported: ValueError: too old"),
     "misfit": (TECHNIQUE.replace('"shard"', '"shards"'), "phase = 'shards': must be one of"),
     "clash": (with_line('conflicts = {"nobody": "why"}'), "no plugin has the technique or capability 'nobody'"),
-    "axis": (
-        with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'),
-        "mesh axis 'tp' is already owned by",
-    ),
+    "axis": (with_axis(name="'tp'"), "mesh axis 'tp' is already owned by"),
 }
 
 
@@ -302,7 +233,7 @@ def test_a_name_that_an_entry_point_claims_too_is_an_error_where_it_is_asked_for
 ) -> None:
     install(tmp_path, "claims", SCHEDULE.replace("NAME", "linear"), monkeypatch)
     assert load_job(LLAMA, ["--data.path", "x"]).lr_schedule.name == "cosine"
-    both = r"two plugins are called lr_schedule 'linear': Linear in .*linear\.py and Flat in .*claims\.py"
+    both = r"two plugins are called lr_schedule 'linear': Linear in .*linear\.py and Mine in .*claims\.py"
     assert re.search(both, capfd.readouterr().err)
     with pytest.raises(ConfigError, match=both):
         load_job(LLAMA, ["--data.path", "x", "--lr_schedule.name", "linear"])

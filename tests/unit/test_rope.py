@@ -9,8 +9,6 @@ from torch import Tensor
 from titan.layers.rotary import Rotary, rope_frequencies, rope_table, rotate
 from titan.plugins.models import llama
 
-torch.set_num_threads(1)
-
 
 def naive_rope(x: Tensor, theta: float = 10000.0) -> Tensor:
     """Each pair (i, i + N/2) as one complex number, turned by exp(1j * position * theta ** (-2i/N)), in float64."""

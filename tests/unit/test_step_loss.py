@@ -1,5 +1,7 @@
 """What a step counts as tokens, and that clipping only ever makes gradients smaller."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,22 +43,15 @@ def test_the_factor_of_a_fused_update_is_what_clipping_divides_by() -> None:
     assert torch.equal(*weights) and not torch.equal(weights[0], torch.ones(1, 1000))
 
 
-class _Plus(Technique):
-    phase = "shard"
-
-    def objective(self, objective: Tensor) -> Tensor:
-        return objective + self.config
-
-
-class _Times(Technique):
-    phase = "shard"
-
-    def objective(self, objective: Tensor) -> Tensor:
-        return objective * self.config
+def _changing(objective: Callable[[Technique, Tensor], Tensor]) -> Technique:
+    """A technique with this hook."""
+    made: Technique = type("Changing", (Technique,), {"objective": objective})(None)
+    return made
 
 
 def test_techniques_change_the_objective_in_their_order_and_that_of_side_losses_too() -> None:
-    changed, weight = objective_of([_Plus(1.0), _Times(3.0)]), torch.tensor(2.0, requires_grad=True)
+    plus, times = _changing(lambda self, loss: loss + 1), _changing(lambda self, loss: loss * 3)
+    changed, weight = objective_of([plus, times]), torch.tensor(2.0, requires_grad=True)
     assert changed(weight).item() == 9
     side = SideLoss()
     side.share, side.changed = 0.25, changed

@@ -1,6 +1,5 @@
 """Trackers: what stands in the files and on the terminal, after a kill and after a resume too."""
 
-import dataclasses
 import errno
 import io
 import json
@@ -9,11 +8,14 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from titan.contracts import RunInfo, Tracker
-from titan.plugins.trackers import console, jsonl, tensorboard
+from titan.plugins.trackers.console import Console
+from titan.plugins.trackers.jsonl import Jsonl
+from titan.plugins.trackers.tensorboard import TensorBoard
 
 ROW: dict[str, Any] = {
     "step": 20, "loss": 5.12341, "grad_norm": 1.2344, "lr": 3e-3, "tokens": 81920, "tokens_per_s": 12345.6,
@@ -24,13 +26,19 @@ ROW: dict[str, Any] = {
 VALIDATION = {"step": 20, "validation_loss": 5.1, "validation_perplexity": 164.02}
 
 
-def _info(folder: Path, start_step: int = 0) -> RunInfo:
+def _info(folder: Path, start_step: int = 0, measures: tuple[str, ...] = ()) -> RunInfo:
     config = {"train": {"steps": 600}, "data": {"paths": ["a", "b"]}}
-    return RunInfo(folder, "tiny", config, start_step=start_step, steps=600, params=1000, every=10)
+    return RunInfo(folder, "tiny", config, start_step, steps=600, params=1000, every=10, measures=measures)
 
 
-def _run(tracker: Tracker, info: RunInfo, rows: list[dict[str, Any]]) -> None:
-    tracker.start(info)
+def _started(kind: type[Tracker], *info: Any, **more: Any) -> Any:
+    tracker = kind(kind.Config())
+    tracker.start(_info(*info, **more))
+    return tracker
+
+
+def _run(kind: type[Tracker], folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> None:
+    tracker = _started(kind, folder, start_step)
     for row in rows:
         tracker.log(row)
     tracker.close()
@@ -44,13 +52,8 @@ def _steps(*steps: int) -> list[dict[str, Any]]:
     return [{"step": step, "loss": 1.0} for step in steps]
 
 
-def _json_run(folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> None:
-    _run(jsonl.Jsonl(jsonl.Config()), _info(folder, start_step), rows)
-
-
 def test_rows_are_in_the_file_at_once_with_null_for_what_json_does_not_know(tmp_path: Path) -> None:
-    tracker, odd = jsonl.Jsonl(jsonl.Config()), {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
-    tracker.start(_info(tmp_path))
+    tracker, odd = _started(Jsonl, tmp_path), {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
     for number, row in enumerate((ROW, VALIDATION, {"step": 1, **odd, "tokens": 3})):
         tracker.log(row)
         assert len(_jsonl(tmp_path)) == number + 1
@@ -59,56 +62,51 @@ def test_rows_are_in_the_file_at_once_with_null_for_what_json_does_not_know(tmp_
 
 
 def test_resuming_drops_rows_beyond_the_checkpoint(tmp_path: Path) -> None:
-    _json_run(tmp_path, [*_steps(10, 20), VALIDATION, *_steps(30, 40)])
-    _json_run(tmp_path, _steps(30, 40, 50), start_step=20)
+    _run(Jsonl, tmp_path, [*_steps(10, 20), VALIDATION, *_steps(30, 40)])
+    _run(Jsonl, tmp_path, _steps(30, 40, 50), start_step=20)
     assert _jsonl(tmp_path) == [*_steps(10, 20), VALIDATION, *_steps(30, 40, 50)]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 30, "lo', b'{"step": 20, "loss": 1.0}', b'{"st\n', b"\n"])
 def test_resuming_drops_a_torn_line(tmp_path: Path, torn: bytes) -> None:
-    _json_run(tmp_path, _steps(10))
+    _run(Jsonl, tmp_path, _steps(10))
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
-    _json_run(tmp_path, _steps(20), start_step=20)
+    _run(Jsonl, tmp_path, _steps(20), start_step=20)
     assert _jsonl(tmp_path) == _steps(10, 20)
 
 
 def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
-    _json_run(tmp_path, _steps(1))
+    _run(Jsonl, tmp_path, _steps(1))
     (tmp_path / "metrics.jsonl.tmp").write_text("half")
-    _json_run(tmp_path, [], start_step=1)
+    _run(Jsonl, tmp_path, [], start_step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and _jsonl(tmp_path) == _steps(1)
 
 
 def test_the_file_is_replaced_not_rewritten_and_starts_anew_where_a_run_does(tmp_path: Path) -> None:
-    _json_run(tmp_path, _steps(10, 20))
+    _run(Jsonl, tmp_path, _steps(10, 20))
     with (tmp_path / "metrics.jsonl").open() as held:
-        _json_run(tmp_path, [], start_step=10)
+        _run(Jsonl, tmp_path, [], start_step=10)
         assert len(held.readlines()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    _json_run(tmp_path, _steps(10))
+    _run(Jsonl, tmp_path, _steps(10))
     assert _jsonl(tmp_path) == _steps(10)
 
 
 def test_a_row_cut_short_by_a_full_disk_is_said_and_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = jsonl.Jsonl(jsonl.Config())
-    tracker.start(_info(tmp_path))
+    tracker = _started(Jsonl, tmp_path)
     tracker.log({"step": 10})
     write, cut = os.write, os.ftruncate
-    monkeypatch.setattr(jsonl.os, "write", lambda file, line: write(file, line[:9]))
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:9]))
     with pytest.raises(OSError, match="disk full"):
         tracker.log({"step": 20})
     assert _jsonl(tmp_path) == [{"step": 10}]
-
-    def stale(*_: Any) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(jsonl.os, "ftruncate", stale)
+    monkeypatch.setattr(os, "ftruncate", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     for _ in range(2):
         with pytest.raises(OSError, match="Stale"):
             tracker.log({"step": 30})
-    monkeypatch.setattr(jsonl.os, "ftruncate", cut)
-    monkeypatch.setattr(jsonl.os, "write", write)
+    monkeypatch.setattr(os, "ftruncate", cut)
+    monkeypatch.setattr(os, "write", write)
     tracker.log({"step": 40})
     tracker.close()
     assert _jsonl(tmp_path) == [{"step": 10}, {"step": 40}]
@@ -120,12 +118,8 @@ def _events(folder: Path) -> Any:
     return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
-def _tensorboard_run(folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> None:
-    _run(tensorboard.TensorBoard(tensorboard.Config()), _info(folder, start_step), rows)
-
-
 def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: Path) -> None:
-    _tensorboard_run(tmp_path, [{**ROW, "peak_memory_gib": 2.0, "peak_memory_rank": 3}, VALIDATION])
+    _run(TensorBoard, tmp_path, [{**ROW, "peak_memory_gib": 2.0, "peak_memory_rank": 3}, VALIDATION])
     events = _events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/grad_norm", "train/lr", "train/tokens", "speed/tokens_per_s",
@@ -141,14 +135,13 @@ def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: P
 
 
 def test_tensorboard_forgets_what_is_beyond_the_checkpoint(tmp_path: Path) -> None:
-    _tensorboard_run(tmp_path, _steps(10, 20, 30, 40))
-    _tensorboard_run(tmp_path, [{"step": 30, "loss": 2.0}], start_step=20)
+    _run(TensorBoard, tmp_path, _steps(10, 20, 30, 40))
+    _run(TensorBoard, tmp_path, [{"step": 30, "loss": 2.0}], start_step=20)
     assert [(e.step, e.value) for e in _events(tmp_path).Scalars("train/loss")] == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
 def test_a_row_is_in_the_event_file_at_once(tmp_path: Path) -> None:
-    tracker = tensorboard.TensorBoard(tensorboard.Config())
-    tracker.start(_info(tmp_path))
+    tracker = _started(TensorBoard, tmp_path)
     for step in range(1, 51):
         tracker.log({**ROW, "step": step})
     assert [event.step for event in _events(tmp_path).Scalars("speed/data_time_s")] == list(range(1, 51))
@@ -161,8 +154,7 @@ class _Terminal(io.StringIO):
 
 
 def test_lines_when_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = console.Console(console.Config())
-    tracker.start(_info(tmp_path))
+    tracker = _started(Console, tmp_path)
     for step in range(1, 21):
         tracker.progress(step)
     tracker.log(ROW)
@@ -189,8 +181,7 @@ def test_a_bar_on_a_terminal_that_lines_and_logging_do_not_cut(tmp_path: Path, m
     log = logging.getLogger("titan")
     handler = logging.StreamHandler(terminal)
     monkeypatch.setattr(log, "handlers", [handler])
-    tracker = console.Console(console.Config())
-    tracker.start(_info(tmp_path, start_step=19))
+    tracker = _started(Console, tmp_path, start_step=19)
     assert "19/600" in terminal.getvalue() and "tiny" in terminal.getvalue()
     tracker.progress(20)
     tracker.log(ROW)
@@ -205,8 +196,7 @@ def test_a_bar_on_a_terminal_that_lines_and_logging_do_not_cut(tmp_path: Path, m
 
 
 def test_a_line_ends_with_what_plugins_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = console.Console(console.Config())
-    tracker.start(dataclasses.replace(_info(tmp_path), measures=("z_loss", "absent", "tokens_of_a_kind")))
+    tracker = _started(Console, tmp_path, measures=("z_loss", "absent", "tokens_of_a_kind"))
     tracker.log({**ROW, "z_loss": 0.312345, "tokens_of_a_kind": 128})
     tracker.log(VALIDATION)
     training, validation = capsys.readouterr().err.splitlines()
@@ -215,7 +205,7 @@ def test_a_line_ends_with_what_plugins_measure(tmp_path: Path, capsys: pytest.Ca
     tracker.close()
 
 
-@pytest.mark.parametrize("tracker", [jsonl.Jsonl, tensorboard.TensorBoard, console.Console])
+@pytest.mark.parametrize("tracker", [Jsonl, TensorBoard, Console])
 def test_closing_twice_or_before_the_start_is_harmless(tracker: Any, tmp_path: Path) -> None:
     unborn = tracker(None)
     unborn.close()

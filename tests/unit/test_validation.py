@@ -16,11 +16,9 @@ from titan.inference.evaluation import Counted, Window, windows
 from titan.inference.next_commands import evaluation_command
 from titan.training.validation import perplexity
 
-DATA = "--data.path", "x"
-
 
 def job_of(*words: str) -> Job:
-    return load_job(LLAMA, [*DATA, *words])
+    return load_job(LLAMA, ["--data.path", "x", *words])
 
 
 def faults_of(*words: str) -> list[str]:
@@ -37,12 +35,9 @@ def test_it_is_off_unless_asked_for() -> None:
 
 def test_the_resolved_job_gives_the_same_job(tmp_path: Path) -> None:
     job = job_of("--validation.every", "5", "--validation.name", "text", "--validation.path", '["a","b,c"]')
-    assert job.validation_data is not None
-    assert (job.validation_data.name, job.validation_data.config.path, job.validation.every) == (
-        "text",
-        ("a", "b,c"),
-        5,
-    )
+    data = job.validation_data
+    assert data is not None
+    assert (data.name, data.config.path, job.validation.every) == ("text", ("a", "b,c"), 5)
     (tmp_path / "config.toml").write_text(tomli_w.dumps(dict(job.table)))
     again = load_job(tmp_path / "config.toml")
     assert again.table == job.table and again.validation_data is not None
@@ -50,24 +45,16 @@ def test_the_resolved_job_gives_the_same_job(tmp_path: Path) -> None:
 
 
 def test_all_faults_are_said_at_once() -> None:
-    words = [
-        "--validation.every",
-        "-1",
-        "--validation.name",
-        "text",
-        "--validation.glop",
-        "x",
-        "--validation.samples",
-        "a",
-    ]
-    found = faults_of(*words)
-    assert len(found) == 4
-    for what in (
+    words = "--validation.every -1 --validation.name text --validation.glop x --validation.samples a"
+    found = faults_of(*words.split())
+    wanted = [
         "every = -1: must be at least 0",
         "samples = a",
         "path: missing",
         "glop: unknown key (did you mean 'glob'",
-    ):
+    ]
+    assert len(found) == 4
+    for what in wanted:
         assert any(f"[validation] {what}" in fault for fault in found), (what, found)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,24 +151,15 @@ def test_a_run_that_raises_has_failed(tmp_path: Path) -> None:
     assert [r.exit.exit_code for r in found if r.HasField("exit")] == [1]
 
 
-class Broken:
-    """A run whose service is gone."""
-
-    def log(self, row: dict[str, Any]) -> None:
-        raise ConnectionResetError("gone")
-
-    def finish(self, exit_code: int) -> None:
-        raise ConnectionResetError("gone")
-
-
 def test_training_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(logging.getLogger("titan"), "warning", said.append)
+    gone = Mock(**{f"{act}.side_effect": ConnectionResetError("gone") for act in ("log", "finish")})
     tracker = Wandb(Config())
-    tracker._run = Broken()
+    tracker._run = gone
     tracker.log(ROW)
     tracker.log(ROW)
-    tracker._run = Broken()
+    tracker._run = gone
     tracker.close()
     tracker.close()
     assert said == [

@@ -67,7 +67,7 @@ FAULTS = (
         "titan/data/samples/order.py",
         "permute(position, n, mix(key, epoch))",
         "permute(position, n, key)",
-        (f"{ORDER}::test_each_epoch_takes_each_sample_once_in_another_order",),
+        (f"{SAMPLES}::test_shuffled_epochs_take_each_sample_once",),
     ),
     Fault(
         "samples drawn with replacement",
