@@ -36,10 +36,12 @@ GEMMA = {
     "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
     "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 NEOX = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
     "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
 }  # fmt: skip
+IN_TURN = {"use_parallel_residual": False, "rotary_pct": 0.25}
 MIXTRAL = {
     **LLAMA, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1,
 }  # fmt: skip
@@ -60,21 +62,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bloom": ("bloom", BLOOM),
     "bloom-untied": ("bloom", {**BLOOM, "n_head": 8, "hidden_size": 48, "tie_word_embeddings": False}),
     "gemma2": ("gemma2", GEMMA),
-    "gemma2-uncapped": (
-        "gemma2",
-        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8, "sliding_window": 9},
-    ),
+    "gemma2-uncapped": ("gemma2", {**GEMMA, **UNCAPPED, "head_dim": 8, "sliding_window": 9}),
     "neox": ("gpt_neox", NEOX),
-    "neox-in-turn": (
-        "gpt_neox",
-        {
-            **NEOX,
-            "use_parallel_residual": False,
-            "rotary_pct": 0.25,
-            "rotary_emb_base": 500.0,
-            "hidden_act": "gelu_fast",
-        },
-    ),
+    "neox-in-turn": ("gpt_neox", {**NEOX, **IN_TURN, "rotary_emb_base": 500.0, "hidden_act": "gelu_fast"}),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3-moe-normalized": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),

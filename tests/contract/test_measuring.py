@@ -7,26 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
+from tests.contract.test_guests import GUESTS
 from tests.jobs import FOUR_LAYERS
 from tests.sweeps import sweep_but
 from titan.testing.jobs import train_job, write_text
 from titan.training.metrics import KEYS
 
 ROOT = Path(__file__).parents[2]
-GUESTS = str(ROOT / "tests" / "guests")
 MEASURED = {"learned_tokens": 0.0, "layers": 0.0, "largest_gradient": 1e-4, "hidden_square": 1e-5, "z_loss": 1e-5}
 """What rows have more, and how far apart two layouts may be, relatively."""
-MEASURING = (
-    "--plugins.path",
-    GUESTS,
-    "--plugins.tally.enabled",
-    "true",
-    "--model.name",
-    "watched",
-    "--loss.z_loss",
-    "1e-2",
-    *FOUR_LAYERS,
-)
+WATCHED = ("--plugins.tally.enabled", "true", "--model.name", "watched", "--loss.z_loss", "1e-2")
+MEASURING = (*GUESTS, *WATCHED, *FOUR_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +73,7 @@ def test_validation_adds_nothing_to_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_what_a_plugin_measures() -> None:
-    said = run_titan(["plugins", "tally", "--path", GUESTS], ROOT).stdout
+    said = run_titan(["plugins", "tally", "--path", GUESTS[1]], ROOT).stdout
     assert "row key learned_tokens   # sum: tokens with a label since the row before\n" in said
     found = json.loads(run_titan(["plugins", "cross_entropy", "--json"], ROOT).stdout)
     (measure,) = found["plugins"][0]["measures"].items()

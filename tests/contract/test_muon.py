@@ -4,43 +4,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import CONFIGS, GPT, LLAMA, SAVING, mesh
-from tests.sweeps import swept_case
+from tests.contract.test_guests import GUESTS, STACKED
+from tests.jobs import GPT, LLAMA, SAVING, mesh
+from tests.sweeps import sweep_but
 from titan.testing.jobs import assert_same_curve, train_job
 
-GUESTS = str(Path(__file__).parents[1] / "guests")
-LAYOUTS = {
-    "fsdp x tp": ("--mesh.tp", "2"),
-    "fsdp x pp": ("--mesh.pp", "2"),
-    "tp x pp": ("--mesh.tp", "2", "--mesh.pp", "2"),
+MUON = (*GUESTS, "--optimizer.name", "whole_muon")
+CASES = {
+    "tp x pp, llama": (mesh(tp=2, pp=2), LLAMA, "3e-3"),
+    "tp x pp, gpt": (mesh(tp=2, pp=2), GPT, "3e-4"),
+    "fsdp x tp, llama": (mesh(tp=2), LLAMA, "3e-3"),
+    "fsdp x pp, gpt": (mesh(pp=2), GPT, "3e-4"),
+    "each matrix of a stack": (mesh(dp_shard=4, spread=2), STACKED, "3e-3"),
 }
-MUON = ("--plugins.path", GUESTS, "--optimizer.name", "whole_muon")
 
 
-@pytest.mark.parametrize(
-    ("layout", "config", "lr"),
-    [
-        ("tp x pp", LLAMA, "3e-3"),
-        swept_case(("tp x pp", GPT, "3e-4")),
-        swept_case(("fsdp x tp", LLAMA, "3e-3")),
-        swept_case(("fsdp x pp", GPT, "3e-4")),
-    ],
-    ids=lambda value: value.stem if isinstance(value, Path) else value,
-)
-def test_muon_has_one_curve_on_shards_slices_and_stages(layout: str, config: Path, lr: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", sweep_but(CASES, "tp x pp, llama", "each matrix of a stack"))
+def test_muon_has_one_curve_on_shards_slices_and_stages(case: str, tmp_path: Path) -> None:
+    layout, config, lr = CASES[case]
     words = (*MUON, "--optimizer.lr", lr)
     alone = train_job(tmp_path / "1", 1, *words, config=config)
-    assert_same_curve(alone, train_job(tmp_path / "4", 4, *words, *LAYOUTS[layout], config=config))
+    assert_same_curve(alone, train_job(tmp_path / "4", 4, *words, *layout, config=config))
 
 
 @pytest.mark.sweep
 def test_muon_resumes_on_another_layout(tmp_path: Path) -> None:
     alone = train_job(tmp_path, 1, *MUON, name="alone")
-    train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x tp"], "--train.steps", "4")
-    assert_same_curve(alone, train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x pp"]))
-
-
-def test_muon_takes_each_matrix_of_a_stack(tmp_path: Path) -> None:
-    config = CONFIGS / "stacked.toml"
-    alone = train_job(tmp_path / "1", 1, *MUON, config=config)
-    assert_same_curve(alone, train_job(tmp_path / "4", 4, *MUON, *mesh(dp_shard=4, spread=2), config=config))
+    train_job(tmp_path, 4, *MUON, *SAVING, *mesh(tp=2), "--train.steps", "4")
+    assert_same_curve(alone, train_job(tmp_path, 4, *MUON, *SAVING, *mesh(pp=2)))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
+from tests.jobs import mesh
 from tests.sweeps import swept_case
 from titan.testing.jobs import assert_same_curve, train_job, write_text
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests" / "configs" / "outside.toml"
-BASE = OUTSIDE.with_name("base.toml")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
     ids=str,
 )
 def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path) -> None:
-    words = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
-    assert_same_curve(alone, train_job(tmp_path, world_size, *words, config=OUTSIDE))
+    assert_same_curve(alone, train_job(tmp_path, world_size, *mesh(**degrees), config=OUTSIDE))
 
 
 def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
@@ -73,24 +72,21 @@ def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) ->
     for name in ("averager", "heavyball", "ledger"):
         shutil.copy(ROOT / "tests" / "plugins" / f"{name}.py", folder / "plugins")
     write_text(folder / "text")
-    (folder / "job.toml").write_text(
-        OUTSIDE.read_text().replace("../plugins", "plugins").replace("base.toml", str(BASE))
-    )
-    words = ["--run.dir", "runs", "--run.sample_prompt", "it's -- here", "--data.path", "text/*.txt"]
-    words += ["--data.cache", "cache"]
-    words += ["--checkpoint.enabled", "true", "--train.steps", "1", "--metrics.tensorboard.enabled", "true"]
+    job = OUTSIDE.read_text().replace("../plugins", "plugins").replace("base.toml", str(OUTSIDE.with_name("base.toml")))
+    (folder / "job.toml").write_text(job)
+    words = ["--run.dir", "runs", "--data.cache", "cache", "--data.path", "text/*.txt"]
+    words += ["--run.sample_prompt", "it's -- here", "--metrics.tensorboard.enabled", "true"]
+    words += ["--checkpoint.enabled", "true", "--train.steps", "1"]
     command = [sys.executable, "-P", "-m", "titan.launch", "--config", "job.toml", *words]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=120)
     done = run(command, cwd=folder)
     assert done.returncode == 0, done.stderr
-    lines = dict(
-        line.split(maxsplit=1) for line in done.stderr.splitlines() if line.startswith(("generate", "evaluate"))
-    )
+    lines = dict(line.split(maxsplit=1) for line in done.stderr.splitlines() if " " in line.strip())
     for line, said in ((lines["generate"], "it's -- here"), (lines["evaluate"], "perplexity")):
         pasted = run(["bash", "-c", line], cwd=here)
         assert pasted.returncode == 0 and said in pasted.stdout, (line, pasted.stderr)
-    (curves,) = (line.split()[1] for line in done.stderr.splitlines() if line.startswith("curves"))
+    curves = lines["curves"].split()[0]
     assert os.access(curves, os.X_OK) or shutil.which(curves, path=environment["PATH"])
 
 

@@ -53,11 +53,9 @@ def run_with_nan(steps: Mapping[int, int | None], what: str, folder: str, words:
     return run_job(folder, words, config)
 
 
-def train(
-    folder: Path, ranks: int, *words: str, config: Path, steps: Mapping[int, int | None], what: str
-) -> list[Path]:
-    """The checkpoints of steps 1 to 4."""
-    outcome = train_job(folder, ranks, *words, *SKIPPING, config=config, run=partial(run_with_nan, steps, what))
+def train(*args: Any, config: Path, steps: Mapping[int, int | None], what: str = "gradients") -> list[Path]:
+    """The checkpoints of steps 1 to 4 of a job."""
+    outcome = train_job(*args, *SKIPPING, config=config, run=partial(run_with_nan, steps, what))
     assert outcome.rows[4]["skipped_updates"] >= len(steps), "each worker counts its own"
     return [outcome.folder / "checkpoints" / f"step-{step:08}" for step in range(1, 5)]
 
@@ -86,9 +84,7 @@ def stateful() -> Iterator[Any]:
 def test_a_skipped_step_changes_nothing(plugin: type[Plugin], tmp_path: Path) -> None:
     """Step 3, in which NaN comes from the loss of each rank; step 4 is made, and leaves nothing that is not finite."""
     subject = Subject(plugin, (*WORDS.get(plugin.name, ()), *STATEFUL.get(plugin.name, ())), job_file(plugin))
-    _, before, after, last = train(
-        tmp_path, subject.ranks, *subject.on, config=subject.config, steps={3: None}, what="gradients"
-    )
+    _, before, after, last = train(tmp_path, subject.ranks, *subject.on, config=subject.config, steps={3: None})
     changed = moved(before, after)
     assert changed == {f"rest.techniques.{plugin.name}.{name}" for name in MOVES.get(plugin.name, ())}, changed
     assert any(name.startswith("model.") for name in moved(after, last)), "an update that is made changes weights"
@@ -107,7 +103,7 @@ def test_each_worker_skips_its_own_steps(tmp_path: Path) -> None:
     """Weights, AdamW's state, a router's bias and averages of one worker stay, and those of the other move."""
     words = [*mesh(worker=2), "--plugins.local_steps.every", "4", "--plugins.ema.decay", "0.5"]
     words += ["--model.balance_rate", "0.01"]
-    paths = train(tmp_path, 2, *words, config=MOE, steps={2: 1, 3: 0}, what="gradients")
+    paths = train(tmp_path, 2, *words, config=MOE, steps={2: 1, 3: 0})
     names = (
         "model.layers.1.ffn.router.bias", "model.layers.0.attn.wq.weight", "optimizer.norm.weight.exp_avg",
         "optimizer.norm.weight.step", "rest.techniques.ema.weights.norm.weight",

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan.contracts import NamedParameter
 from titan.plugins.optimizers.adamw import AdamW, Config
+from titan.testing.jobs import whole
 from titan.testing.ranks import run_ranks
 
 
@@ -23,8 +24,7 @@ def _train(tensors: list[Tensor]) -> list[Tensor]:
         for n in named:
             n.parameter.grad = torch.cos(n.parameter.detach())
         optimizer.step()
-    results = [n.parameter.detach() for n in named]
-    return [r.full_tensor() if isinstance(r, DTensor) else r for r in results]
+    return [whole(n.parameter.detach()) for n in named]
 
 
 def _split() -> list[Tensor]:
@@ -42,5 +42,4 @@ def _split() -> list[Tensor]:
 def test_mixed_parameters() -> None:
     expected = _train(_tensors())
     for results in run_ranks(_split, 4):
-        for result, whole in zip(results, expected, strict=True):
-            torch.testing.assert_close(result, whole, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-7)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import assert_same
 from tests.jobs import SAVING, mesh
 from tests.sweeps import but_sweep
 from titan.testing.jobs import Outcome, saved_tensors, train_job
@@ -36,18 +37,13 @@ def test_beside_float32(one_rank: Outcome, tmp_path: Path) -> None:
     assert_near(one_rank, exact)
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    return saved_tensors(folder / "checkpoints" / "step-00000006")
-
-
 def test_resumed_at_the_same_layout_bit_for_bit_and_near_at_another(tmp_path: Path) -> None:
     words, half = (*CODED, *SAVING), ("--train.steps", "3")
     whole = train_job(tmp_path, 2, *words, *mesh(dp_shard=2), name="whole")
     train_job(tmp_path, 2, *words, *mesh(dp_shard=2), *half, name="pieces")
     resumed = train_job(tmp_path, 2, *words, *mesh(dp_shard=2), name="pieces")
-    ours, theirs = saved(whole.folder), saved(resumed.folder)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    ours, theirs = (saved_tensors(run.folder / "checkpoints" / "step-00000006") for run in (whole, resumed))
+    assert_same(ours, theirs)
     state = [tensor for name, tensor in ours.items() if name.endswith("exp_avg")]
     assert {tensor.dtype for tensor in state} == {torch.float32} and any(tensor.numel() >= 4096 for tensor in state)
 
@@ -60,4 +56,4 @@ def test_offloaded_it_has_the_same_bits(one_rank: Outcome, tmp_path: Path) -> No
     train_job(tmp_path, 1, *CODED, *SAVING, *offloaded, "--train.steps", "3")
     found = train_job(tmp_path, 1, *CODED, *SAVING, *offloaded)
     assert found.loss == one_rank.loss
-    assert [name for name, weight in found.weights.items() if not torch.equal(weight, one_rank.weights[name])] == []
+    assert_same(found.weights, one_rank.weights)

@@ -6,6 +6,7 @@ after the other, as PyTorch's own tests let them: the graphs are those of a GPU,
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -31,15 +32,6 @@ def _collectives(graph: Graph) -> dict[str, int]:
     return dict(Counter(name for name in names if name.startswith(("symm_mem.", "_c10d")) and "wait" not in name))
 
 
-def _on_the_cpu() -> torch.library.Library:
-    from torch.distributed import _symmetric_memory as symmetric
-
-    kernels = torch.library.Library("symm_mem", "IMPL")
-    kernels.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
-    kernels.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
-    return kernels
-
-
 def _pipelined(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: train the job as on a GPU, with the graphs' collectives as expected."""
     from torch._functorch import config as autograd
@@ -54,7 +46,9 @@ def _pipelined(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
         fuse(graph)
         found.append(_collectives(graph))
 
-    kernels = _on_the_cpu()
+    kernels = torch.library.Library("symm_mem", "IMPL")
+    kernels.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+    kernels.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
     inductor.fx_graph_cache = autograd.enable_autograd_cache = False  # the pass does not run for a graph that is known
     with (
         patch.object(post_grad, "micro_pipeline_tp_pass", seen),
@@ -88,8 +82,6 @@ def test_a_model_whose_linears_have_biases_is_refused(capsys: pytest.CaptureFixt
 
 def _enabled(device: str) -> tuple[bool, list[str]]:
     """Whether the pass is on, and the groups that symmetric memory was enabled for."""
-    from types import SimpleNamespace
-
     from torch._inductor import config as inductor
     from torch.distributed import _symmetric_memory as symmetric
 

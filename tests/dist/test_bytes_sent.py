@@ -24,12 +24,9 @@ from titan.testing.jobs import train_job
 from titan.testing.ranks import run_ranks
 
 COUNTED = ("--plugins.bytes_sent.enabled", "true", "--metrics.every", "1", "--train.steps", "3")
-ZERO = "--plugins.fsdp.zero_stage"
 LAYOUTS = {
     "dp_replicate 2": (2, mesh(dp_replicate=2)),
-    "dp_shard 2, zero 1": (2, [*mesh(dp_shard=2), ZERO, "1"]),
-    "dp_shard 2, zero 2": (2, [*mesh(dp_shard=2), ZERO, "2"]),
-    "dp_shard 2, zero 3": (2, [*mesh(dp_shard=2), ZERO, "3"]),
+    **{f"dp_shard 2, zero {z}": (2, [*mesh(dp_shard=2), "--plugins.fsdp.zero_stage", z]) for z in "123"},
     "tp 2": (2, mesh(tp=2)),
     "pp 2": (2, mesh(pp=2)),
     "cp 2": (2, mesh(cp=2)),
@@ -100,11 +97,8 @@ def _issued() -> dict[str, float]:
         x = torch.ones(4, requires_grad=True)
         functional.all_gather_tensor_autograd(x, 0, all_ranks).sum().backward()
 
-    def scattered() -> None:
-        dist.scatter(torch.empty_like(ours), [ours.clone() for _ in range(ranks)] if rank == 0 else None)
-
-    def nothing() -> None:
-        dist.gather(torch.empty(0), [torch.empty(0) for _ in range(ranks)] if rank == 0 else None)
+    def each(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        return [tensor.clone() for _ in range(ranks)] if rank == 0 else None
 
     def neighbors() -> None:
         ops = [dist.P2POp(dist.isend, ours, after), dist.P2POp(dist.irecv, torch.empty_like(ours), before)]
@@ -127,9 +121,9 @@ def _issued() -> dict[str, float]:
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(ours), ours),
         "shifted": lambda: dist.all_to_all_single(torch.empty_like(ours), ours, from_last, to_next),
         "broadcast": lambda: dist.broadcast(ours, 0),
-        "gather": lambda: dist.gather(ours, [torch.empty_like(ours) for _ in range(ranks)] if rank == 0 else None),
-        "scatter": scattered,
-        "gather of nothing": nothing,
+        "gather": lambda: dist.gather(ours, each(ours)),
+        "scatter": lambda: dist.scatter(torch.empty_like(ours), each(ours)),
+        "gather of nothing": lambda: dist.gather(torch.empty(0), each(torch.empty(0))),
         "neighbors": neighbors,
         "barrier": dist.barrier,
     }
@@ -142,9 +136,8 @@ def _issued() -> dict[str, float]:
         communicate()  # beside a step
         measured = sent.measure()
         assert torch.equal(measured["bytes_sent"], measured["bytes_sent.dp"])
-        total, steps = measured["bytes_sent"].tolist()
+        found[name], steps = measured["bytes_sent"].tolist()
         assert steps == 1
-        found[name] = total
     sent.close()
     return found
 

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
+from tests.checkpoints import assert_same
+from tests.contract.test_guests import GUESTS
 from tests.jobs import mesh
 from tests.sweeps import but_sweep
 from titan.config import Job
-from titan.testing.jobs import train_job, trained
+from titan.testing.jobs import train_job, trained, whole
 
-GUESTS = str(Path(__file__).parents[1] / "guests")
 CLIPPED = ("--train.grad_clip", "0.3", "--train.steps", "5")  # in each step
 LAYOUTS = {
     "one rank": (1, []),
@@ -27,7 +27,7 @@ def within(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """Train, and return the weights; the update must have been given a factor."""
     run = trained(folder, words, config)
     assert not run.job.clips_apart and float(run.optimizer.grad_scale) > 1  # type: ignore[attr-defined]
-    return {name: _whole(p) for part in run.parts for name, p in part.parameters()}
+    return {name: whole(p.detach()) for part in run.parts for name, p in part.parameters()}
 
 
 def before(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
@@ -35,12 +35,7 @@ def before(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     Job.clips_apart = True  # type: ignore[assignment, method-assign]
     run = trained(folder, words, config)
     assert not hasattr(run.optimizer, "grad_scale")
-    return {name: _whole(p) for part in run.parts for name, p in part.parameters()}
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    held = parameter.detach()
-    return (held.full_tensor() if hasattr(held, "full_tensor") else held).clone()
+    return {name: whole(p.detach()) for part in run.parts for name, p in part.parameters()}
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2", "pp 2", "tp 2"))
@@ -48,12 +43,11 @@ def test_same_bits_in_the_update_and_before_it(layout: str, tmp_path: Path) -> N
     ranks, words = LAYOUTS[layout]
     runs = [train_job(tmp_path, ranks, *words, *CLIPPED, name=run.__name__, run=run) for run in (within, before)]
     assert runs[0].grad_norm == runs[1].grad_norm and min(runs[0].grad_norm) > 0.3
-    assert runs[0].weights and runs[0].weights.keys() == runs[1].weights.keys()
-    different = [name for name, weight in runs[0].weights.items() if not torch.equal(weight, runs[1].weights[name])]
-    assert different == []
+    assert runs[0].weights
+    assert_same(runs[0].weights, runs[1].weights)
 
 
 def test_a_technique_that_looks_before_the_update_sees_clipped_gradients(tmp_path: Path) -> None:
-    seen = ("--plugins.path", GUESTS, "--plugins.tally.enabled", "true", "--train.grad_clip", "0.01")
+    seen = (*GUESTS, "--plugins.tally.enabled", "true", "--train.grad_clip", "0.01")
     rows = train_job(tmp_path, 1, *seen, "--train.steps", "3").rows
     assert len(rows) == 3 and all(0 < row["largest_gradient"] <= 0.01 < row["grad_norm"] for row in rows.values())

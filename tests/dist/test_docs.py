@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -105,23 +104,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "signum.py").write_text(plugin)
     complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
-    for page in PAGES:
-        for name, code in re.findall(complete, page.read_text(), re.S):
+    for text in (page.read_text() for page in PAGES):
+        for name, code in re.findall(complete, text, re.S):
             (place / name).write_text(code)
-    for page in PAGES:
-        for name, kind in NEW.findall(page.read_text()):
+        for name, kind in NEW.findall(text):
             (place / f"{name}.py").write_text(skeleton("plugin", kind, name))
-    for folder in ("bench", "configs", "tests"):
-        (place / folder).symlink_to(ROOT / folder)
-    (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")
+    for name in ("bench", "configs", "tests", "run_train.sh"):
+        (place / name).symlink_to(ROOT / name)
     return place
 
 
-def cases() -> list[Any]:
-    return [swept_case(line) if line.startswith(tuple(SWEEP)) else line for line in commands()]
-
-
-@pytest.mark.parametrize("command", cases())
+@pytest.mark.parametrize(
+    "command", [swept_case(line) if line.startswith(tuple(SWEEP)) else line for line in commands()]
+)
 def test_command(command: str, place: Path, tmp_path: Path) -> None:
     place = tmp_path if NEW.match(command) else place
     run, fails, _ = command.partition(' || echo "exit code $?"')
@@ -129,8 +124,7 @@ def test_command(command: str, place: Path, tmp_path: Path) -> None:
         run = run.replace(word, shorter) if part in run else run
     if not SHORT.search(run) and ("run_train.sh" in run or "titan train" in run):
         run += " --train.steps 1 --run.dir runs --checkpoint.every 1000"
-    reads = ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")
-    if any(word in run for word in reads):
+    if any(word in run for word in ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")):
         run += " --data.cache cache"
     done = _done(run, place)
     assert (done.returncode != 0) == bool(fails), f"{run}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -151,9 +145,8 @@ def _done(run: str, place: Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_new_plugin_is_shown_as_it_is_written(page: Path) -> None:
-    shown = re.findall(
-        r"`titan plugins new (\w+) --kind (\w+)` writes [^`]*`\w+\.py`[^`]*```python\n(.*?)```", page.read_text(), re.S
-    )
+    written = r"`titan plugins new (\w+) --kind (\w+)` writes [^`]*`\w+\.py`[^`]*```python\n(.*?)```"
+    shown = re.findall(written, page.read_text(), re.S)
     assert len(shown) == (page.stem in ("plugins", "plugin_model", "plugin_technique"))
     for name, kind, code in shown:
         assert code == skeleton("plugin", kind, name), f"{page.name}: copy the file that the command writes"
@@ -167,10 +160,8 @@ def test_there_are_commands() -> None:
 
 def test_pages_point_at_files_that_exist() -> None:
     for page in (*PAGES, *(ROOT / "docs").glob("*/*.md")):
-        named = re.findall(
-            r"`((?:titan|plugins|configs|docs|tests|bench|scripts|examples)/[\w./]+\.\w+)`", page.read_text()
-        )
-        for name in named:
+        named = r"`((?:titan|plugins|configs|docs|tests|bench|scripts|examples)/[\w./]+\.\w+)`"
+        for name in re.findall(named, page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 

@@ -33,9 +33,7 @@ def weights(folder: Path, step: int, begin: str) -> dict[str, Tensor]:
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL, msg=name)
+    torch.testing.assert_close(found, wanted, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL)
 
 
 def test_the_recurrence(tmp_path: Path) -> None:
@@ -88,16 +86,12 @@ def test_the_commands_use_it(tmp_path: Path) -> None:
 
     said("convert", "--from", run, "--weights", "ema", "--output", str(tmp_path / "hf"), "--format", "hf")
     said("convert", "--from", run, "--weights", "ema", "--output", str(tmp_path / "dcp"), "--format", "dcp")
-    measured = [
-        said("eval", "--checkpoint", *words, *text)["loss"]
-        for words in ([run, "--weights", "ema"], [str(tmp_path / "dcp")], [run])
-    ]
-    assert measured[0] == measured[1] and abs(measured[0] - measured[2]) > 1e-3
-    texts = [
-        said("generate", "--checkpoint", *words, "--prompt", "the model", "--max-new-tokens", "8")
-        for words in ([run, "--weights", "ema"], [str(tmp_path / "dcp")])
-    ]
-    assert texts[0]["tokens"] == texts[1]["tokens"]
+    sources = ((run, "--weights", "ema"), (str(tmp_path / "dcp"),))
+    asked, converted, trained = (said("eval", "--checkpoint", *words, *text)["loss"] for words in (*sources, (run,)))
+    assert asked == converted and abs(asked - trained) > 1e-3
+    prompt = ("--prompt", "the model", "--max-new-tokens", "8")
+    asked, converted = (said("generate", "--checkpoint", *words, *prompt)["tokens"] for words in sources)
+    assert asked == converted
 
     for source, told in (
         (run, "has no weights of 'tally'; it has those of ema"),

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.huggingface import plugin, tensors, write
-from tests.jobs import LLAMA, SAVING
+from tests.jobs import LLAMA, SAVING, mesh
 from tests.logits import logits_of
-from tests.sweeps import swept_case
+from tests.sweeps import but_sweep
 from titan import cli
 from titan.checkpoint.disk.tensor_files import SINGLE
 from titan.config import load_job
@@ -36,16 +36,16 @@ LAST = [
 ]
 
 
-def measure(commands: list[list[str]]) -> list[dict[str, Any] | None]:
-    """On one rank: what `titan eval` prints with each of these words; None where it prints nothing.
+def evaluated(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """On one rank: the exit code of `titan eval` with each of these words, its stdout and its stderr.
 
     One command at most where there are many ranks: they meet once.
     """
     found = []
     for words in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert cli.main(["eval", *words, "--json"]) == 0
-        found.append(json.loads(out.getvalue()) if out.getvalue() else None)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = cli.main(["eval", *words])
+        found.append((code, out.getvalue(), err.getvalue()))
     return found
 
 
@@ -59,10 +59,11 @@ class Trained:
     last_words: list[str]
 
     def eval(self, *commands: list[str], ranks: int = 1) -> list[dict[str, Any]]:
-        of_run = ["--checkpoint", str(self.run)]
-        found = run_ranks(measure, ranks, [[*of_run, *words] for words in commands], init=False, timeout=120)
-        assert all(other == [None] * len(commands) for other in found[1:]), "one rank talks"
-        return found[0]
+        given = [["--checkpoint", str(self.run), "--json", *words] for words in commands]
+        found = run_ranks(evaluated, ranks, given, init=False, timeout=120)
+        assert all(code == 0 for each in found for code, _, _ in each), found
+        assert not any(out for other in found[1:] for _, out, _ in other), "one rank talks"
+        return [json.loads(out) for _, out, _ in found[0]]
 
 
 LAYERS = ("--model.n_layers", "3")
@@ -76,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     (folder / "text" / "a.txt").write_text("one two three four five " * 200)
     learn = [*LAYERS, "--train.steps", "60", "--lr_schedule.decay_steps", "60", "--optimizer.lr", "1e-2"]
     outcome = train_job(folder, 1, *SAVING, "--checkpoint.every", "60", *learn)
-    model = load_job(LLAMA, [*LAYERS, "--data.path", "x"]).model.build()
+    model = load_job(LLAMA, [*LAYERS, "--data.path", "x"]).model.build().requires_grad_(False)
     model.load_state_dict(outcome.weights)
     for name, texts in (("texts", TEXTS), ("last", LAST)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -90,8 +91,7 @@ def nats_of(model: nn.Module, ids: list[int], length: int, stride: int) -> float
     ends = [min(length + n * stride, len(ids) - 1) for n in range(len(ids))]
     for end in sorted(set(ends)) if len(ids) > 1 else ():
         window = torch.tensor(ids[max(0, end - length) : end])
-        with torch.no_grad():
-            log_p = logits_of(model, window[None])[0].double().log_softmax(-1)
+        log_p = logits_of(model, window[None])[0].double().log_softmax(-1)
         for place in range(done, end + 1):
             total -= log_p[place - 1 - max(0, end - length), ids[place]].item()
         done = end + 1
@@ -133,8 +133,7 @@ def test_a_text_as_transformers_shifts_its_labels(trained: Trained, tmp_path: Pa
     data = ["--data", "text", "--path", str(tmp_path / "a.txt"), "--first-token", "skip", "--data.seq_len=32"]
     [found] = trained.eval(data)
     ids = torch.tensor(list(text.encode()))
-    with torch.no_grad():
-        right = nn.functional.cross_entropy(logits_of(trained.model, ids[None])[0, :-1], ids[1:]).item()
+    right = nn.functional.cross_entropy(logits_of(trained.model, ids[None])[0, :-1], ids[1:]).item()
     assert found["loss"] == pytest.approx(right, rel=1e-6)
 
 
@@ -162,8 +161,7 @@ def test_last_words(trained: Trained) -> None:
     for text in LAST:
         asked = len(text.split()[-1]) + 1
         ids = torch.tensor(list(text.encode())[-LENGTH - 1 :])
-        with torch.no_grad():
-            log_p = logits_of(trained.model, ids[None, :-1])[0].double().log_softmax(-1)[-asked:]
+        log_p = logits_of(trained.model, ids[None, :-1])[0].double().log_softmax(-1)[-asked:]
         nats += nn.functional.nll_loss(log_p, ids[-asked:], reduction="sum").item()
         known += bool((log_p.argmax(-1) == ids[-asked:]).all())
         tokens += asked
@@ -181,38 +179,24 @@ def alone(trained: Trained) -> dict[str, dict[str, Any]]:
     return {"text": text, "last words": last}
 
 
-@pytest.mark.parametrize(
-    ("what", "ranks", "words"),
-    [
-        ("text", 3, ["--batch-size", "2"]),
-        ("last words", 2, ["--mesh.tp", "2", "--batch-size", "2"]),
-        ("last words", 2, ["--mesh.pp", "2"]),
-        ("last words", 2, ["--mesh.cp", "2"]),
-        swept_case(
-            ("text", 8, ["--mesh.cp", "2", "--mesh.tp", "2", "--mesh.pp", "2", "--plugins.context.method", "ulysses"])
-        ),
-        ("text", 4, ["--mesh.dp_shard", "2", "--mesh.cp", "2", "--plugins.context.method", "gather"]),
-        swept_case(("text", 8, ["--mesh.dp_shard", "2", "--mesh.tp", "2", "--mesh.pp", "2", "--batch-size", "1"])),
-    ],
-    ids=["dp_shard 3", "tp 2", "pp 2", "cp 2", "cp 2, tp 2, pp 2", "dp_shard 2, cp 2", "dp_shard 2, tp 2, pp 2"],
-)
-def test_the_same_at_any_layout(
-    what: str, ranks: int, words: list[str], trained: Trained, alone: dict[str, dict[str, Any]]
-) -> None:
+LAYOUTS = {
+    "dp_shard 3": ("text", 3, ["--batch-size", "2"]),
+    "tp 2": ("last words", 2, [*mesh(tp=2), "--batch-size", "2"]),
+    "pp 2": ("last words", 2, mesh(pp=2)),
+    "cp 2": ("last words", 2, mesh(cp=2)),
+    "cp 2, tp 2, pp 2": ("text", 8, [*mesh(cp=2, tp=2, pp=2), "--plugins.context.method", "ulysses"]),
+    "dp_shard 2, cp 2": ("text", 4, [*mesh(dp_shard=2, cp=2), "--plugins.context.method", "gather"]),
+    "dp_shard 2, tp 2, pp 2": ("text", 8, [*mesh(dp_shard=2, tp=2, pp=2), "--batch-size", "1"]),
+}
+
+
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "cp 2, tp 2, pp 2", "dp_shard 2, tp 2, pp 2"))
+def test_the_same_at_any_layout(layout: str, trained: Trained, alone: dict[str, dict[str, Any]]) -> None:
+    what, ranks, words = LAYOUTS[layout]
     data = [*trained.jsonl, "--stride", "5"] if what == "text" else trained.last_words
     [found] = trained.eval([*data, *words], ranks=ranks)
     said = {key: value for key, value in alone[what].items() if isinstance(value, (int, float))}
     assert {key: found[key] for key in said} == pytest.approx(said, rel=1e-5)
-
-
-def refusals(commands: list[list[str]]) -> list[tuple[int, str]]:
-    """On one rank: exit codes and what is said."""
-    found = []
-    for words in commands:
-        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
-            code = cli.main(["eval", *words])
-        found.append((code, said.getvalue().strip()))
-    return found
 
 
 def test_weights_that_are_nan_have_no_loss(trained: Trained, tmp_path: Path) -> None:
@@ -221,61 +205,31 @@ def test_weights_that_are_nan_have_no_loss(trained: Trained, tmp_path: Path) -> 
     held["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(held, tmp_path / "hf" / SINGLE)
     words = ["--checkpoint", str(tmp_path / "hf"), "--tokenizer.name", "byte", *trained.jsonl]
-    [[(code, said)]] = run_ranks(refusals, 1, [words], init=False, timeout=120)
-    assert code == 1
-    assert said.endswith("the model's logits are NaN or infinite; so is layers.1.ffn.w3.weight in part")
+    [[(code, out, err)]] = run_ranks(evaluated, 1, [words], init=False, timeout=120)
+    assert (code, out) == (1, "")
+    assert err.endswith("the model's logits are NaN or infinite; so is layers.1.ffn.w3.weight in part\n")
 
 
-def test_wrong_input_is_said_in_a_sentence(trained: Trained, tmp_path: Path) -> None:
+def test_wrong_input_is_said_in_a_sentence(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.jsonl").write_text('{"txt": "a"}\n')
     (tmp_path / "one.jsonl").write_text('{"text": "two words"}\n\n{"text": "word "}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     cases = {
-        ("--data", "txt", "--path", "x"): "unknown dataset (did you mean 'text'?)",
-        ("--data", "text", "--path", "nowhere"): "nowhere: no such file or folder",
-        ("--data", "text"): "[data] path: missing",
-        ("--data", "jsonl", "--path", "bad.jsonl"): "bad.jsonl:1: no field 'text'; set data.field to one of: 'txt'",
-        ("--data", "jsonl", "--path", "empty.jsonl"): "dataset 'jsonl' holds no token to score",
-        ("--data", "jsonl", "--path", "empty.jsonl", "--last-word"): "dataset 'jsonl' holds no text",
-        (
-            "--data",
-            "jsonl",
-            "--path",
-            "one.jsonl",
-            "--last-word",
-        ): "one.jsonl:3: --last-word needs documents of at least two words",
-        (
-            "--data",
-            "jsonl",
-            "--path",
-            "one.jsonl",
-            "--last-word",
-            "--seq-len",
-            "5",
-        ): "has 6 tokens; 1 to --seq-len 5 fit",
-        (
-            "--data",
-            "jsonl",
-            "--path",
-            "one.jsonl",
-            "--stride",
-            "17",
-        ): "--stride 17: must be at most the window length --seq-len, 16",
-        ("--data", "jsonl", "--path", "one.jsonl", "--limit", "0"): "--limit 0: must be at least 1",
-        (
-            "--data",
-            "jsonl",
-            "--path",
-            "one.jsonl",
-            "--seq-len",
-            "64",
-        ): "[data] seq_len = 64: must be at most the model's max_seq_len, 32",
-        ("--data", "jsonl", "--path", "one.jsonl", "--mesh.tpp", "2"): "no plugin owns this axis",
+        "txt --path x": "unknown dataset (did you mean 'text'?)",
+        "text --path nowhere": "nowhere: no such file or folder",
+        "text": "[data] path: missing",
+        "jsonl --path bad.jsonl": "bad.jsonl:1: no field 'text'; set data.field to one of: 'txt'",
+        "jsonl --path empty.jsonl": "dataset 'jsonl' holds no token to score",
+        "jsonl --path empty.jsonl --last-word": "dataset 'jsonl' holds no text",
+        "jsonl --path one.jsonl --last-word": "one.jsonl:3: --last-word needs documents of at least two words",
+        "jsonl --path one.jsonl --last-word --seq-len 5": "has 6 tokens; 1 to --seq-len 5 fit",
+        "jsonl --path one.jsonl --stride 17": "--stride 17: must be at most the window length --seq-len, 16",
+        "jsonl --path one.jsonl --limit 0": "--limit 0: must be at least 1",
+        "jsonl --path one.jsonl --seq-len 64": "[data] seq_len = 64: must be at most the model's max_seq_len, 32",
+        "jsonl --path one.jsonl --mesh.tpp 2": "no plugin owns this axis",
     }
-    given = [
-        ["--checkpoint", str(trained.run), *(str(tmp_path / w) if w.endswith(".jsonl") else w for w in words)]
-        for words in cases
-    ]
-    [found] = run_ranks(refusals, 1, given, init=False)
-    for (code, said), expected in zip(found, cases.values(), strict=True):
-        assert code == 2 and expected in said and len(said.splitlines()) == 1, said
+    given = [["--checkpoint", str(trained.run), "--data", *words.split()] for words in cases]
+    monkeypatch.chdir(tmp_path)
+    [found] = run_ranks(evaluated, 1, given, init=False)
+    for (code, out, err), expected in zip(found, cases.values(), strict=True):
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and expected in err, err

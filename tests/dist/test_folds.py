@@ -1,7 +1,6 @@
 """Meshes with an axis that divides the ranks of others anew: groups, sharding over the rest, norms, initial values."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from tests.sweeps import sweep_but, swept_case
 from titan.contracts import Axis, ModelPart
@@ -48,18 +48,16 @@ def _mesh(degrees: dict[str, int]) -> Mesh:
     return Mesh(layout, torch.device("cpu"), dist.get_rank())
 
 
-def _ranks_that_differ_in(mesh: Mesh, *axes: str) -> set[int]:
+def _ranks_that_differ_in(mesh: Mesh, *axes: str) -> list[int]:
     """Ranks that have this rank's coordinates but along these axes and, as it is no dimension, on ep."""
-    layout = mesh.layout
-    own = layout.coordinate(mesh.rank)
-    kept = {name for name in own if name not in (*axes, "ep")}
-    everyone = range(layout.world_size)
-    return {rank for rank in everyone if all(layout.coordinate(rank)[name] == own[name] for name in kept)}
+    everyone = [mesh.layout.coordinate(rank) for rank in range(mesh.layout.world_size)]
+    kept = everyone[mesh.rank].keys() - {*axes, "ep"}
+    return [rank for rank, at in enumerate(everyone) if all(at[name] == everyone[mesh.rank][name] for name in kept)]
 
 
 def _groups(degrees: dict[str, int]) -> dict[str, Any]:
     mesh = _mesh(degrees)
-    folded = [rank for rank in sorted(_ranks_that_differ_in(mesh, "dp", "cp"))]
+    folded = _ranks_that_differ_in(mesh, "dp", "cp")
     place = {rank: mesh.layout.coordinate(rank)["ep"] for rank in folded}
     alike = [rank for rank in folded if place[rank] == place[mesh.rank]]
     along = [rank for rank in folded if folded.index(rank) // degrees["ep"] == folded.index(mesh.rank) // degrees["ep"]]
@@ -97,8 +95,7 @@ def _sharded(degrees: dict[str, int], dim: int) -> tuple[float, float, int, floa
     model = nn.ModuleDict({"stack": _Stack(), "other": nn.Linear(8, 3)})
     names, placements = (("ep", "tp"), [Shard(0), Shard(1)]) if "tp" in mesh else (("ep",), [Shard(0)])
     stack = model["stack"]
-    weight = torch.empty(4, 8, 6)
-    stack.weight = nn.Parameter(distribute_tensor(weight, mesh[names], placements, src_data_rank=None))
+    stack.weight = nn.Parameter(distribute_tensor(stack.weight, mesh[names], placements, src_data_rank=None))
     part = ModelPart(model)
     assert part.folded(mesh) == [(stack, "ep")]
     dimensions = (("rep",), ("dp", "cp")) if "rep" in mesh else (("dp", "cp"),)
@@ -139,23 +136,22 @@ def test_elements_of_a_stack_are_drawn_each_from_its_own_generator() -> None:
         assert element.std().item() == pytest.approx(0.02, rel=0.05) and element.abs().max() <= 0.06
 
 
-def _refused(what: str) -> str:
-    mesh = _mesh({"dp": 2, "ep": 2})
-    model = nn.ModuleDict({"stack": _Stack()})
-    placement = Replicate() if what == "a copy" else Shard(0)
-    weight = torch.empty(4, 8, 6)
-    model["stack"].weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [placement], src_data_rank=None))
-    model["stack"].register_parameter("bias", nn.Parameter(torch.zeros(8)))
+def _refused(placement: Placement) -> str:
+    mesh, stack = _mesh({"dp": 2, "ep": 2}), _Stack()
+    stack.weight = nn.Parameter(distribute_tensor(stack.weight, mesh["ep"], [placement], src_data_rank=None))
+    stack.register_parameter("bias", nn.Parameter(torch.zeros(8)))
     with pytest.raises(PluginError) as error:
-        ModelPart(model).folded(mesh)
+        ModelPart(nn.ModuleDict({"stack": stack})).folded(mesh)
     return str(error.value)
 
 
-def test_modules_that_hold_slices_and_others_are_refused() -> None:
-    for said in run_ranks(partial(_refused, "both"), 2):
-        assert "stack has weight, a slice along mesh.ep, and bias, which is none; put slices into a module" in said
-
-
-def test_a_copy_along_a_fold_is_refused() -> None:
-    for said in run_ranks(partial(_refused, "a copy"), 2):
-        assert "a parameter of shape [4, 8, 6] is R along mesh axis 'ep', which folds dp, cp: make it a slice" in said
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (Shard(0), "stack has weight, a slice along mesh.ep, and bias, which is none; put slices into a module"),
+        (Replicate(), "a parameter of shape [4, 8, 6] is R along mesh axis 'ep', which folds dp, cp: make it a slice"),
+    ],
+    ids=["slices beside others", "a copy along a fold"],
+)
+def test_parameters_that_cannot_be_folded_are_refused(placement: Placement, expected: str) -> None:
+    assert all(expected in said for said in run_ranks(_refused, 2, placement))

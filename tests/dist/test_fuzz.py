@@ -27,13 +27,11 @@ MOST_RANKS = 4
 
 def _jobs() -> list[Any]:
     """The index of each job, marked as a sweep where it has many ranks, compiles, or brings no new feature."""
-    seen: set[str] = set()
-    jobs = []
+    seen, jobs = set(), []
     for index in range(JOBS):
         job = draw(SEED, index)
         compiles = any(feature.startswith("backend ") for feature in job.features)
-        short = job.ranks <= MOST_RANKS and not compiles
-        new = job.features - seen if short else set()
+        new = set() if compiles or job.ranks > MOST_RANKS else job.features - seen
         seen |= new
         jobs.append(index if new else swept_case(index))
     return jobs
@@ -118,8 +116,7 @@ def mean_of_means() -> None:
     from titan.contracts.base.mesh import Mesh
     from titan.training.engine import StepLoss
 
-    add = Mesh.sum
-    begin = StepLoss.begin
+    add, begin = Mesh.sum, StepLoss.begin
     Mesh.sum = lambda self, tensor, *roles: tensor if tensor.dtype is torch.int64 else add(self, tensor, *roles)
     StepLoss.begin = lambda self, tokens: begin(self, 2 * tokens)
 

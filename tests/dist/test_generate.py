@@ -1,19 +1,17 @@
 """`titan generate` and the sample at the end of training: the same text at any layout."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
 
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA
+from tests.jobs import LLAMA, mesh
 from tests.sweeps import but_sweep
 from titan.inference.generation import Sampling
-from titan.testing.jobs import train_job
+from titan.testing.jobs import train_job, trained
 from titan.testing.ranks import run_ranks
 
 PROMPTS = ["the model", "a", "its loss falls", ""]
@@ -41,9 +39,9 @@ def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     from titan.ranks.meeting.launch_env import launched_world_size
 
     path, job = open_job(checkpoint, words, launched_world_size())
-    trained = open_trained(path, job, process.join(job))
+    opened = open_trained(path, job, process.join(job))
     prompts = [generation.encode(job, prompt, job.tokenizer.delimiters) for prompt in PROMPTS]
-    texts = [generation.generate(trained.context, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
+    texts = [generation.generate(opened.context, opened.engine, prompts, sampling) for sampling in SAMPLINGS]
     return [text.tokens for some in texts for text in some]
 
 
@@ -56,19 +54,17 @@ def one_process(checkpoint: str) -> list[list[int]]:
 
 
 LAYOUTS = {
-    "tp 2": (2, ["--mesh.tp", "2"]),
-    "tp 2, whole sequences": (2, ["--mesh.tp", "2", "--plugins.tensor.sequence_parallel", "false"]),
-    "tp 2, whole logits": (2, ["--mesh.tp", "2", "--plugins.tensor.loss_parallel", "false"]),
+    "tp 2": (2, mesh(tp=2)),
+    "tp 2, whole sequences": (2, [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false"]),
+    "tp 2, whole logits": (2, [*mesh(tp=2), "--plugins.tensor.loss_parallel", "false"]),
     "dp_shard 2": (2, []),
     "dp_shard 2, gathered per use": (2, ["--plugins.fsdp.zero_stage", "3"]),
-    "cp 2, ring": (2, ["--mesh.cp", "2"]),
-    "cp 2, ulysses, tp 2": (4, ["--mesh.cp", "2", "--mesh.tp", "2", "--plugins.context.method", "ulysses"]),
-    "cp 2, gather, pp 2": (4, ["--mesh.cp", "2", "--mesh.pp", "2", "--plugins.context.method", "gather"]),
-    "pp 2": (2, ["--mesh.pp", "2"]),
-    "pp 2 x tp 2": (4, ["--mesh.pp", "2", "--mesh.tp", "2"]),
+    "cp 2, ring": (2, mesh(cp=2)),
+    "cp 2, ulysses, tp 2": (4, [*mesh(cp=2, tp=2), "--plugins.context.method", "ulysses"]),
+    "cp 2, gather, pp 2": (4, [*mesh(cp=2, pp=2), "--plugins.context.method", "gather"]),
+    "pp 2": (2, mesh(pp=2)),
+    "pp 2 x tp 2": (4, mesh(pp=2, tp=2)),
 }
-
-
 SWEPT = ("tp 2, whole sequences", "tp 2, whole logits", "dp_shard 2", "cp 2, ulysses, tp 2", "pp 2 x tp 2")
 
 
@@ -99,16 +95,10 @@ def _texts_of_a_rank_apart(checkpoint: str) -> list[list[int]]:
 
 def _sample(folder: str, words: list[str]) -> str:
     """On one rank: train a step, then sample."""
-    from titan.config import load_job
     from titan.inference import generation
-    from titan.ranks import process
-    from titan.ranks.meeting.launch_env import launched_world_size
-    from titan.training import build, trainer
 
-    job = load_job(LLAMA, ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], launched_world_size())
-    run = build.build(job, process.join(job))
-    trainer.train(run)
-    return generation.sample(run.context, run.engine, "the model trains", job.run.seed)
+    run = trained(folder, words, str(LLAMA))
+    return generation.sample(run.context, run.engine, "the model trains", run.job.run.seed)
 
 
 def test_the_sample_of_training_is_the_same_at_any_layout(checkpoint: str) -> None:
@@ -116,36 +106,25 @@ def test_the_sample_of_training_is_the_same_at_any_layout(checkpoint: str) -> No
     words = ["--train.steps", "1", "--data.path", f"{folder}/text", *WIDE]
     [expected] = run_ranks(_sample, 1, folder, words, init=False)
     assert len(set(expected)) > 3
-    for layout in (["--mesh.pp", "2"], ["--mesh.tp", "2", "--plugins.activation_checkpoint.mode", "full"]):
+    for layout in (mesh(pp=2), [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]):
         assert run_ranks(_sample, 2, folder, [*words, *layout], init=False) == [expected] * 2, layout
 
 
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def _command(words: list[str]) -> tuple[int, str, str]:
-    from titan import cli
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(["generate", *words])
-    return code, out.getvalue(), err.getvalue()
-
-
-def command(*words: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `titan generate` on one process."""
-    [result] = run_ranks(_command, 1, list(words), init=False)
-    return result  # type: ignore[no-any-return]
+def command(*words: str, ranks: int = 1, typed: str = "") -> CompletedProcess[str]:
+    return run_titan(["generate", *words, "--run.device", "cpu"], Path.cwd(), {"NPROC": str(ranks)}, typed=typed)
 
 
 def test_json_has_the_first_text_and_all_results(checkpoint: str, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the model\n\nits loss\n")
-    code, out, err = command(
+    done = command(
         "--checkpoint", checkpoint, "--prompt-file", str(tmp_path / "prompts"), "--samples", "2", "--json",
         "--max-new-tokens", "25", "--temperature", "1", "--seed", "5",
     )  # fmt: skip
-    assert code == 0, err
-    said: dict[str, Any] = json.loads(out)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
     assert {"text", "tokens", "prompt", "prompt_tokens", "stopped", "results"} == said.keys()
     assert [result["prompt"] for result in said["results"]] == ["the model"] * 2 + ["its loss"] * 2
     assert said["results"][0] == {key: value for key, value in said.items() if key != "results"}
@@ -154,39 +133,38 @@ def test_json_has_the_first_text_and_all_results(checkpoint: str, tmp_path: Path
         assert bytes(token for token in result["tokens"]).decode(errors="replace") == result["text"]
         room = 32 - result["prompt_tokens"]
         assert (len(result["tokens"]), result["stopped"]) in {(room, "max_seq_len"), (25, "max_new_tokens")}
-    assert f"{sum(len(result['tokens']) for result in said['results'])} tokens in " in err
-    assert "stopped at the model's max_seq_len, 32 tokens" in err
+    assert f"{sum(len(result['tokens']) for result in said['results'])} tokens in " in done.stderr
+    assert "stopped at the model's max_seq_len, 32 tokens" in done.stderr
 
 
 def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
     words = ("--checkpoint", checkpoint, "--prompt", "größer", "--max-new-tokens", "20", "--temperature", "1.5")
-    _, out, _ = command(*words, "--json")
-    text = json.loads(out)["text"]
+    text = json.loads(command(*words, "--json").stdout)["text"].replace("\r", "\n")  # as stdout is read
     assert "\N{REPLACEMENT CHARACTER}" in text, "no broken character to hold back; take another seed"
-    assert command(*words)[:2] == (0, f"größer{text}\n")
+    streamed = command(*words)
+    assert (streamed.returncode, streamed.stdout) == (0, f"größer{text}\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "said"),
     [
-        (["--checkpoint", "nowhere", "--prompt", "a"], 2, "--checkpoint = 'nowhere': no such folder"),
-        (["--prompt", "x" * 32], 2, "has 32 tokens; prompt and generated text together may have max_seq_len = 32"),
-        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be at most 1"),
-        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),
-        (["--prompt", "--x " * 8], 2, "has 32 tokens"),
-        (["--prompt-file", "nowhere"], 2, "--prompt-file nowhere: cannot be read"),
-        (["--prompt-file", os.devnull], 2, "holds no prompt"),
-        (["--prompt", "x", "--mesh.tp", "2"], 2, "tp 2 = 2 ranks, but there are 1"),
+        (["--checkpoint", "nowhere", "--prompt", "a"], "--checkpoint = 'nowhere': no such folder"),
+        (["--prompt", "x" * 32], "has 32 tokens; prompt and generated text together may have max_seq_len = 32"),
+        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], "--top-p 1.5: must be at most 1"),
+        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], "--samples 0: must be at least 1"),
+        (["--prompt", "--x " * 8], "has 32 tokens"),
+        (["--prompt-file", "nowhere"], "--prompt-file nowhere: cannot be read"),
+        (["--prompt-file", os.devnull], "holds no prompt"),
+        (["--prompt", "x", "--mesh.tp", "2"], "tp 2 = 2 ranks, but there are 1"),
     ],
 )
-def test_wrong_input_is_one_sentence(words: list[str], code: int, said: str, checkpoint: str) -> None:
-    got = command(*(() if "--checkpoint" in words else ("--checkpoint", checkpoint)), *words)
-    assert (got[0], got[1]) == (code, "") and said in got[2]
+def test_wrong_input_is_one_sentence(words: list[str], said: str, checkpoint: str) -> None:
+    done = command("--checkpoint", checkpoint, *words)
+    assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
 
 
 def test_nproc_starts_ranks_and_stdin_is_a_prompt(checkpoint: str, one_process: list[list[int]]) -> None:
     words = ["--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", "12", "--temperature", "0", "--json"]
-    words = ["generate", *words, "--mesh.tp", "2", "--run.device", "cpu"]
-    done = run_titan(words, Path.cwd(), {"NPROC": "2"}, typed=PROMPTS[0])
+    done = command(*words, *mesh(tp=2), ranks=2, typed=PROMPTS[0])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == one_process[0]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, run_with_state
+from tests.jobs import FOUR_LAYERS, GPT, LLAMA, SAVING, SELF_SEND, mesh, run_with_state
 from tests.sweeps import swept_case
 from titan import cli
 from titan.testing.jobs import Outcome, assert_same_curve, read_rows, train_job
@@ -13,8 +13,8 @@ from titan.testing.jobs import Outcome, assert_same_curve, read_rows, train_job
 STEPS = (*FOUR_LAYERS, "--train.steps", "3")
 
 
-def start(folder: Path, config: Path) -> Path:
-    """Hugging Face folder of a model that was trained for two steps, and is no other run's first."""
+def start(folder: Path, config: Path) -> tuple[Path, Outcome]:
+    """Hugging Face folder of a model trained for two steps, which no other run begins with, and a run on one rank."""
     run = train_job(
         folder, 1, *SAVING, *FOUR_LAYERS, "--train.steps", "2", "--run.seed", "5", config=config, name="before"
     )
@@ -22,23 +22,17 @@ def start(folder: Path, config: Path) -> Path:
     words = ("--from", str(folder / "before"), "--output", str(folder / "hf"), "--format", "hf", "--shard-size", "2e-5")
     assert cli.main(["convert", *words]) == 0
     assert len(list((folder / "hf").glob("*.safetensors"))) > 2
-    return folder / "hf"
+    return folder / "hf", train_job(folder, 1, *STEPS, "--checkpoint.init_from", str(folder / "hf"), config=config)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    from tests.jobs import LLAMA
-
-    folder = tmp_path_factory.mktemp("llama")
-    given = start(folder, LLAMA)
-    return given, train_job(folder, 1, *STEPS, "--checkpoint.init_from", str(given))
+    return start(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    folder = tmp_path_factory.mktemp("gpt")
-    given = start(folder, GPT)
-    return given, train_job(folder, 1, *STEPS, "--checkpoint.init_from", str(given), config=GPT)
+    return start(tmp_path_factory.mktemp("gpt"), GPT)
 
 
 def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_path: Path) -> None:
@@ -50,13 +44,13 @@ def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    "degrees",
     [swept_case({"dp_shard": 2}), {"tp": 2}, {"pp": 2}, swept_case({"dp_shard": 2, "tp": 2, "pp": 2})],
-    ids=lambda mesh: " ".join(mesh),
+    ids=" ".join,
 )
-def test_llama_on_layouts(mesh: dict[str, int], llama: tuple[Path, Outcome], tmp_path: Path) -> None:
+def test_llama_on_layouts(degrees: dict[str, int], llama: tuple[Path, Outcome], tmp_path: Path) -> None:
     given, curve = llama
-    assert_same_curve(curve, train_on(mesh, given, tmp_path))
+    assert_same_curve(curve, train_on(degrees, given, tmp_path))
 
 
 def test_gpt_s_joined_and_transposed_tensors(gpt: tuple[Path, Outcome], tmp_path: Path) -> None:
@@ -75,10 +69,9 @@ def test_both_copies_of_a_tied_head_on_one_rank(kind: str, gpt: tuple[Path, Outc
     assert_same_curve(curve, Outcome(found.rows, weights))
 
 
-def train_on(mesh: dict[str, int], given: Path, folder: Path, *words: str, **more: Any) -> Outcome:
-    degrees = [word for axis, degree in mesh.items() for word in (f"--mesh.{axis}", str(degree))]
+def train_on(degrees: dict[str, int], given: Path, folder: Path, *words: str, **more: Any) -> Outcome:
     init_from = ("--checkpoint.init_from", str(given))
-    return train_job(folder, 2 ** len(mesh), *degrees, *words, *STEPS, *init_from, **more)
+    return train_job(folder, 2 ** len(degrees), *mesh(**degrees), *words, *STEPS, *init_from, **more)
 
 
 def test_a_run_that_has_begun_goes_on_with_its_own(llama: tuple[Path, Outcome], tmp_path: Path) -> None:

@@ -79,10 +79,6 @@ def test_workers_stop_after_the_last_step_that_one_has_promised() -> None:
     assert run_ranks(_stopped_after, 2, 5) == [6, 6]
 
 
-def _main(argv: list[str]) -> int:
-    return train.main(argv)
-
-
 @pytest.mark.parametrize(("ranks", "words", "rank"), [(2, (), 0), swept_case((4, ("--mesh.tp", "2"), 1))])
 def test_a_signal_stops_all_after_one_step(ranks: int, words: tuple[str, ...], rank: int, tmp_path: Path) -> None:
     """Heard by a rank of the first worker before its step 3, when the other has not begun: promised are five steps.
@@ -91,8 +87,8 @@ def test_a_signal_stops_all_after_one_step(ranks: int, words: tuple[str, ...], r
     """
     argv = job(tmp_path, "--mesh.stroller", "2", *words, STROLL, "3", rank=rank, step=3)
     argv[argv.index("--plugins.path") + 1] = f'["{tmp_path}/plugins", "{GUESTS[1]}"]'
-    assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [75] * ranks
+    assert run_ranks(train.main, ranks, argv, init=False, timeout=60) == [75] * ranks
     [kept] = complete(tmp_path / "run" / "checkpoints")
     step = max(read_rows(tmp_path / "run"))
     assert kept.name == f"step-{step:08}" and 5 <= step < 10
-    assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [0] * ranks
+    assert run_ranks(train.main, ranks, argv, init=False, timeout=60) == [0] * ranks

@@ -15,7 +15,6 @@ from tests.unit.test_data_shards import write
 from titan.config import load_job
 from titan.data.open import open_data
 from titan.data.samples.loader import Loader
-from titan.data.samples.samples import Samples
 from titan.errors import DataError
 from titan.ranks import process
 from titan.testing.jobs import write_text
@@ -49,13 +48,6 @@ def shards_of(folder: Path, count: int) -> Path:
     return folder
 
 
-def _loader(samples: Samples, rank: process.Rank, workers: int) -> Loader:
-    return Loader(
-        samples, global_batch=BATCH, micro_batch=BATCH // rank.world_size, first=0, index=rank.number,
-        ranks=rank.world_size, workers=workers, device=rank.device,
-    )  # fmt: skip
-
-
 def _counted(words: list[str], workers: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """On one rank: the files opened and the folders listed until the data is open, and the files opened in all."""
     job = load_job(LLAMA, words, RANKS)
@@ -64,12 +56,14 @@ def _counted(words: list[str], workers: int) -> tuple[Counter[str], Counter[str]
     samples, validation = open_data(job, rank)
     assert validation is not None and len(validation) == 4
     at_start = opened.files.copy()
-    loader = _loader(samples, rank, workers)
+    loader = Loader(
+        samples, global_batch=BATCH, micro_batch=BATCH // RANKS, first=0, index=rank.number, ranks=RANKS,
+        workers=workers, device=rank.device,
+    )  # fmt: skip
     for step in range(STEPS):
         first = (step * BATCH + rank.number * BATCH // RANKS) * LENGTH
-        assert next(loader)[0].tokens.flatten().tolist() == [
-            n % 250 for n in range(first, first + BATCH // RANKS * LENGTH)
-        ]
+        tokens = next(loader)[0].tokens.flatten().tolist()
+        assert tokens == [n % 250 for n in range(first, first + BATCH // RANKS * LENGTH)]
     loader.close()
     return at_start, opened.folders, opened.files
 
@@ -144,9 +138,8 @@ def test_a_node_whose_cache_lacks_the_tokens_makes_its_own(tmp_path: Path) -> No
     assert first == second and first[1]
     assert len(list(tmp_path.glob("[01]/cache/*/shard-00000.bin"))) == 2
     _, (said, _) = run_ranks(_on_a_node_of_its_own, 2, str(tmp_path), True, init=False)
-    assert said.startswith("shard cache/") and said.endswith(
-        "shard-00000.bin cannot be read: No such file or directory"
-    )
+    assert said.startswith("shard cache/")
+    assert said.endswith("shard-00000.bin cannot be read: No such file or directory")
 
 
 def test_nodes_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
@@ -154,6 +147,5 @@ def test_nodes_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
         write_text(tmp_path / str(rank) / "text")
     (tmp_path / "1" / "text" / "late.txt").write_text("a file that only the second node sees")
     (said, _), (again, _) = run_ranks(_on_a_node_of_its_own, 2, str(tmp_path), False, init=False)
-    assert (
-        said == again and "found other samples of dataset 'text' than the node of rank 0: files of the dataset" in said
-    )
+    assert said == again
+    assert "found other samples of dataset 'text' than the node of rank 0: files of the dataset" in said

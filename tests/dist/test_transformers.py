@@ -22,12 +22,6 @@ def references(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> C
     return make
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_clipping_scales_some_steps_and_leaves_others(case: str, references: Callable[[str], Reference]) -> None:
-    norms = [row["grad_norm"] for row in references(case).outcome.rows.values()]
-    assert min(norms) < CLIP < max(norms)
-
-
 KEPT = [
     *((case, "one rank") for case in CASES),
     ("llama", "dp_shard 2, tp 2"), ("gpt2", "dp_shard 2, pp 2"), ("mixtral", "dp_shard 4, ep 4"),
@@ -44,4 +38,6 @@ SWEPT = [
 @pytest.mark.parametrize(("case", "layout"), sweep_but([run for run in runs() if run in KEPT + SWEPT], *KEPT))
 def test_same_curve(case: str, layout: str, references: Callable[[str], Reference]) -> None:
     reference = references(case)
+    norms = reference.outcome.grad_norm
+    assert min(norms) < CLIP < max(norms), "clipping is to scale some steps and to leave others"
     assert_same_curve(reference.outcome, reference.titan(layout))

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.checkpoints import assert_same
 from tests.jobs import LLAMA, MOE, SAVING, mesh, run_with_state
 from tests.sweeps import but_sweep
 from titan.cli import main
@@ -33,9 +33,7 @@ def test_the_bits_are_those_of_updates_after_the_backward_pass(layout: str, tmp_
     after = train_job(tmp_path, ranks, *UNCLIPPED, *words, name="after", run=run_with_state)
     within = train_job(tmp_path, ranks, *UNCLIPPED, *words, *WITHIN, name="within", run=run_with_state)
     assert within.loss == after.loss and within.grad_norm == pytest.approx(after.grad_norm, rel=1e-6)
-    assert within.weights.keys() == after.weights.keys()
-    for name, tensor in after.weights.items():
-        assert torch.equal(within.weights[name], tensor), name
+    assert_same(within.weights, after.weights)
 
 
 def test_experts_and_one_rank(same_curve) -> None:

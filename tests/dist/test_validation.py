@@ -14,7 +14,7 @@ from titan.config import load_job
 from titan.data.open import open_validation
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
-from titan.testing.jobs import Outcome, saved_tensors, train_job, write_text
+from titan.testing.jobs import Outcome, read_rows, saved_tensors, train_job, write_text
 from titan.testing.ranks import RankError, run_ranks
 from titan.training import build, trainer
 from titan.training.validation import validate
@@ -22,6 +22,7 @@ from titan.training.validation import validate
 SAMPLES = 13
 """Not a multiple of anything: the last batches of all layouts but the smallest are filled up."""
 
+ZERO = "--plugins.fsdp.zero_stage"
 STEPS = ("--train.steps", "5")
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
@@ -37,8 +38,7 @@ def validation(folder: Path, every: int = 1) -> list[str]:
 
 
 def validated(run: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    return {step: row["validation_loss"] for step, row in read_rows(run).items() if "validation_loss" in row}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,6 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("one")
     train_job(folder, 1, *validation(folder), *STEPS)
     return validated(folder / "run")
-
-
-def zero(stage: int) -> list[str]:
-    return ["--plugins.fsdp.zero_stage", str(stage)]
 
 
 def assert_booked(run: Path) -> None:
@@ -68,8 +64,8 @@ def assert_booked(run: Path) -> None:
     ("ranks", "words"),
     [
         swept_case((1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"])),
-        (2, [*mesh(cp=2), *zero(3)]),
-        swept_case((3, [*mesh(dp_shard=3), *zero(3), "--train.global_batch_size", "6"])),
+        (2, [*mesh(cp=2), ZERO, "3"]),
+        swept_case((3, [*mesh(dp_shard=3), ZERO, "3", "--train.global_batch_size", "6"])),
         swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"])),
         swept_case((4, [*mesh(dp_shard=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "ZBVZeroBubble"])),
         (2, mesh(pp=2)),
@@ -104,9 +100,8 @@ def direct(outcome: Outcome, folder: Path) -> float:
     model.load_state_dict(outcome.weights)
     ids = [id for file in sorted(folder.iterdir()) for id in (*file.read_bytes(), 256)]
     windows = [ids[start : start + 17] for start in range(0, len(ids) - 16, 16)]
-    picked = [windows[in_epochs(i, len(windows), key=mix(0, 0), shuffle=True)] for i in range(SAMPLES)]
     assert len(windows) > 2 * SAMPLES
-    rows = torch.tensor(picked)
+    rows = torch.tensor([windows[in_epochs(i, len(windows), key=mix(0, 0), shuffle=True)] for i in range(SAMPLES)])
     logits = logits_of(model, rows[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
@@ -123,9 +118,8 @@ def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> No
     more, found = [*validation(tmp_path), "--data.packing", packing, "--train.steps", "2"], []
     for number, words in enumerate(([], mesh(dp_shard=2), mesh(pp=2))):
         outcome = train_job(tmp_path, 2 if words else 1, *words, *more, name=f"run{number}")
-        found.append(validated(tmp_path / f"run{number}"))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-5)
+        found.append(validated(outcome.folder))
+        assert found[number] == pytest.approx(found[0], rel=1e-5)
     job = load_job(LLAMA, ["--data.path", "x", "--data.cache", f"{tmp_path}/cache", *more])
     samples, model = open_validation(job, process.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
     assert samples is not None
@@ -133,9 +127,8 @@ def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> No
     nats = tokens = 0.0
     for sample in (samples[number] for number in range(SAMPLES)):
         documents = None if sample.documents is None else sample.documents[None]
-        nats += nn.functional.cross_entropy(
-            logits_of(model, sample.tokens[None], documents)[0], sample.labels, reduction="sum"
-        ).item()
+        logits = logits_of(model, sample.tokens[None], documents)[0]
+        nats += nn.functional.cross_entropy(logits, sample.labels, reduction="sum").item()
         tokens += (sample.labels >= 0).sum().item()
     assert tokens < SAMPLES * 16
     assert found[0][2] == pytest.approx(nats / tokens, rel=1e-5)
@@ -156,7 +149,7 @@ def kinds_of_parameters(overrides: list[str]) -> tuple[set[str], bool]:
     return {type(p).__name__ for part in run.parts for _, p in part.parameters()}, run.parts[0].module.training
 
 
-@pytest.mark.parametrize("words", [[*mesh(dp_shard=2), *zero(1)], mesh(dp_replicate=2)], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("words", [[*mesh(dp_shard=2), ZERO, "1"], mesh(dp_replicate=2)], ids=["fsdp", "ddp"])
 def test_nothing_that_was_gathered_is_kept(words: list[str], tmp_path: Path) -> None:
     text = validation(tmp_path)
     places = ["--run.dir", str(tmp_path), "--data.cache", str(tmp_path), "--data.path", text[-1]]

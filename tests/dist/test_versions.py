@@ -14,25 +14,19 @@ GRAPHS = ("--plugins.compile.backend", "aot_eager")
 KERNELS = ("--plugins.compile.enabled", "true", "--model.n_layers", "2")
 
 
-def _recompute(mode: str) -> tuple[str, ...]:
-    return ("--plugins.activation_checkpoint.mode", mode)
-
-
-def _schedule(name: str) -> tuple[str, ...]:
-    return (*mesh(pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", name)
-
-
+RECOMPUTE = "--plugins.activation_checkpoint.mode"
+PIPED = (*mesh(pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule")
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Path]] = {
     "eager, sharded": (2, tuple(mesh(dp_shard=2)), (), LLAMA),
     "compile, to kernels": (1, KERNELS, KERNELS[2:], LLAMA),
     "compile, tensor parallel": (2, (*mesh(tp=2), *GRAPHS), (), LLAMA),
-    "compile, tensor parallel, recompute selective": (2, (*mesh(tp=2), *GRAPHS, *_recompute("selective")), (), LLAMA),
-    "compile, tensor parallel, recompute full": (2, (*mesh(tp=2), *GRAPHS, *_recompute("full")), (), LLAMA),
-    "compile, 1F1B": (2, (*_schedule("1F1B"), *GRAPHS), FOUR_LAYERS, LLAMA),
-    "compile, Interleaved1F1B": (2, (*_schedule("Interleaved1F1B"), *GRAPHS), FOUR_LAYERS, LLAMA),
-    "ZBVZeroBubble": (2, _schedule("ZBVZeroBubble"), FOUR_LAYERS, LLAMA),
-    "DualPipeV": (2, _schedule("DualPipeV"), FOUR_LAYERS, LLAMA),
-    "experts, InterleavedZeroBubble": (2, _schedule("InterleavedZeroBubble"), FOUR_LAYERS, MOE),
+    "compile, tensor parallel, recompute selective": (2, (*mesh(tp=2), *GRAPHS, RECOMPUTE, "selective"), (), LLAMA),
+    "compile, tensor parallel, recompute full": (2, (*mesh(tp=2), *GRAPHS, RECOMPUTE, "full"), (), LLAMA),
+    "compile, 1F1B": (2, (*PIPED, "1F1B", *GRAPHS), FOUR_LAYERS, LLAMA),
+    "compile, Interleaved1F1B": (2, (*PIPED, "Interleaved1F1B", *GRAPHS), FOUR_LAYERS, LLAMA),
+    "ZBVZeroBubble": (2, (*PIPED, "ZBVZeroBubble"), FOUR_LAYERS, LLAMA),
+    "DualPipeV": (2, (*PIPED, "DualPipeV"), FOUR_LAYERS, LLAMA),
+    "experts, InterleavedZeroBubble": (2, (*PIPED, "InterleavedZeroBubble"), FOUR_LAYERS, MOE),
 }  # fmt: skip
 """Row of the table -> ranks, words, words of the job on one rank that it must equal, and config of both."""
 

@@ -55,9 +55,7 @@ class Slow(Text):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_before_the_first_step_ends_the_run_at_once(ranks: int, tmp_path: Path) -> None:
     """Rank 0 reads text, the other waits for it; the same command trains after that."""
-    argv = job(
-        tmp_path, "--mesh.dp_shard", str(ranks), "--train.steps", "1", "--data.name", "slow", to="nobody", rank=9
-    )
+    argv = _words(tmp_path, "--mesh.dp_shard", str(ranks), "--train.steps", "1", "--data.name", "slow")
     (tmp_path / "plugins" / "slow.py").write_text(SLOW)
     code, said = launch(argv, NPROC=ranks)
     assert code == 75, said
@@ -66,7 +64,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(ranks: int, tmp_pat
 
 
 def _words(folder: Path, *more: str) -> list[str]:
-    return [*job(folder, "--checkpoint.every", "2", *more, to="nobody", rank=9)]
+    return job(folder, "--checkpoint.every", "2", *more, to="nobody", rank=9)
 
 
 class SilentFrom(Silent):
@@ -83,9 +81,8 @@ class SilentFrom(Silent):
 
 def _trains_until_data_stop(folder: Path) -> tuple[str, int, bool]:
     loader.PATIENCE_S = 0.1
-    config, words = LLAMA, _words(folder)[2:]
     with signals.listening():
-        job_ = load_job(config, words, 1)
+        job_ = load_job(LLAMA, _words(folder)[2:], 1)
         run = build.build(job_, process.join(job_))
         run.loader._samples = SilentFrom(run.loader._samples, 3 * job_.train.global_batch_size, os.getpid())
         asked = trainer.train(run)

@@ -59,12 +59,7 @@ class Parallel(Model):
     def spec(self) -> ModelSpec:
         c = self.config
         attn, ffn = c.heads.part(), swiglu(c.dim, c.n_heads * c.head_dim)
-        operations = (
-            norm("both_norm", c.dim, 2, 2),
-            *attn.operations,
-            *ffn.operations,
-            residual(c.dim),
-            residual(c.dim),
-        )
+        added = 2 * (residual(c.dim),)
+        operations = (norm("both_norm", c.dim, 2, 2), *attn.operations, *ffn.operations, *added)
         layer = LayerPart(operations, {"both_norm": "norm", **attn.tensor, **ffn.tensor})
         return decoder_spec(c, layer, ffn_dim=c.n_heads * c.head_dim, vectors=2)

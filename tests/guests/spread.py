@@ -43,9 +43,8 @@ class Spread(Technique):
             yield f"[model] stacked = {count} cannot be spread over mesh.spread = {ranks} ranks; nearest: {near}"
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        return replace(
-            spec, tensor={glob: style for glob, style in spec.tensor.items() if glob != "layers.*.ffn.stack"}
-        )
+        tensor = {glob: style for glob, style in spec.tensor.items() if glob != "layers.*.ffn.stack"}
+        return replace(spec, tensor=tensor)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         if "spread" not in context.mesh:

@@ -89,14 +89,12 @@ class SwitchModel(Model):
             Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved),
             stack(module="ffn.experts.w2", inputs=f, outputs=d),
         )  # fmt: skip
-        ffn = LayerPart(
-            operations,
-            {
-                "ffn": "mixture", "ffn.router": "router", "ffn.experts.w1": "column", "ffn.experts.w3": "column",
-                "ffn.experts.w2": "summand",
-            },
-        )  # fmt: skip
-        spec = decoder_spec(c, pre_norm(d, c.heads.part(), ffn, vectors=1), ffn_dim=f, vectors=1)
+        styles = {
+            "ffn": "mixture", "ffn.router": "router", "ffn.experts.w1": "column", "ffn.experts.w3": "column",
+            "ffn.experts.w2": "summand",
+        }  # fmt: skip
+        layer = pre_norm(d, c.heads.part(), LayerPart(operations, styles), vectors=1)
+        spec = decoder_spec(c, layer, ffn_dim=f, vectors=1)
         return replace(spec, buffers={f"layers.*.ffn.{name}": ZEROS for name in ("seen", "counts", "experts.computed")})
 
     def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor], updated: Tensor) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.jobs import mesh
 from tests.planned import CLUSTER, job_of
 from titan.contracts import NamedParameter
 from titan.planner.dryrun import dry_run
@@ -100,24 +101,15 @@ def test_pieces_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> Non
     assert whole[0] == pieces[0] and all(torch.equal(a, b) for a, b in zip(whole[1], pieces[1], strict=True))
 
 
-LAYOUTS = {"one rank": (), "dp 2": ("dp_shard",), "tp 2": ("tp",), "pp 2": ("pp",)}
+LAYOUTS = {"one rank": [], "dp 2": mesh(dp_shard=2), "tp 2": mesh(tp=2), "pp 2": mesh(pp=2)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_plan_is_the_dry_run(layout: str) -> None:
-    words = [
-        "--model.preset",
-        "mini",
-        "--model.n_layers",
-        "4",
-        "--data.seq_len",
-        "256",
-        "--plugins.bf16.enabled",
-        "true",
-    ]
-    words += ["--train.global_batch_size", "16", "--train.micro_batch_size", "2", "--optimizer.name", "adamw_8bit"]
-    words += [word for axis in LAYOUTS[layout] for word in (f"--mesh.{axis}", "2")]
-    job, exact = job_of(*words), dry_run(job_of(*words), 0)
+    sizes = ("--model.preset", "mini", "--model.n_layers", "4", "--data.seq_len", "256")
+    batch = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2", "--plugins.bf16.enabled", "true")
+    job = job_of(*sizes, *batch, "--optimizer.name", "adamw_8bit", *LAYOUTS[layout])
+    exact = dry_run(job, 0)
     planned = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()[0]
     assert planned.optimizer == pytest.approx(exact.at_peak["optimizer"], rel=0.03)
     assert planned.allocated == pytest.approx(exact.peak_bytes, rel=0.03)

@@ -83,11 +83,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, words]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    texts = {file.name: file.read_text() for name in codes for file in folder.glob(f"{name}.*")}
     return {
-        name: Ran(
-            code, Path(folder, f"{name}.txt").read_text(), set(Path(folder, f"{name}.modules").read_text().split())
-        )
-        for name, code in json.loads(done.stdout).items()
+        name: Ran(code, texts[f"{name}.txt"], set(texts[f"{name}.modules"].split())) for name, code in codes.items()
     }
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from tests.jobs import mesh
 from titan.config import Job, load_job
 from titan.contracts.plugin import registry
 
-TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 MILLION = 2**20
 
 
@@ -20,8 +21,8 @@ def test_loads(path: Path) -> None:
     assert load_job(path).run.name == path.stem
 
 
-def _job(name: str) -> Job:
-    return load_job(next(path for path in CONFIGS if path.stem == name))
+def _job(name: str, *words: str) -> Job:
+    return load_job(ROOT / "configs" / f"{name}.toml", words)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,8 @@ def test_these_take_four_million_tokens_a_step(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tp", "pp", "batch"), [("gpt175b", 4, 16, 640), ("gpt1t", 8, 64, 1600)])
 def test_frontier_layouts(name: str, tp: int, pp: int, batch: int) -> None:
-    path = next(path for path in CONFIGS if path.stem == name)
-    published = ["--mesh.tp", f"{tp}", "--mesh.pp", f"{pp}", "--mesh.dp_shard", "2", "--train.micro_batch_size", "1"]
-    published += ["--plugins.pipeline.schedule", "1F1B", "--plugins.pipeline.virtual_stages", "1"]
-    job = load_job(path, published)
+    pipeline = ("--plugins.pipeline.schedule", "1F1B", "--plugins.pipeline.virtual_stages", "1")
+    job = _job(name, *mesh(tp=tp, pp=pp, dp_shard=2), "--train.micro_batch_size", "1", *pipeline)
     assert (job.layout.world_size, job.train.global_batch_size) == (_job(name).layout.world_size, batch)
 
 
@@ -72,7 +71,7 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     for folder in ("mine", "jobs", "earlier", "weights", "text"):
         (place / folder).mkdir(parents=True)
     elsewhere.mkdir()
-    shutil.copy(TEST_PLUGINS / "averager.py", place / "mine")
+    shutil.copy(ROOT / "tests" / "plugins" / "averager.py", place / "mine")
     (place / "text" / "a.txt").write_text("text")
     (tmp_path / "x.py").touch()
     (place / "jobs" / "job.toml").write_text(RELATIVE)
@@ -89,9 +88,8 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     assert table["tokenizer"]["path"] == f"{place}/ranks.tiktoken"
     assert [source["path"] for source in table["data"]["mixture"]] == [[f"{place}/text", f"{place}/b*.txt"], "/c.txt"]
     assert table["validation"]["path"] == f"{place}/text"
-    assert (
-        table["checkpoint"]["init_from"] == f"{place}/weights" and table["checkpoint"]["resume"] == f"{place}/earlier"
-    )
+    assert table["checkpoint"]["init_from"] == f"{place}/weights"
+    assert table["checkpoint"]["resume"] == f"{place}/earlier"
     assert table["run"]["dir"] == f"{place}/runs" and table["data"]["cache"] == "~/.cache/titan"
     assert load_job(Path("jobs/job.toml"), ["--checkpoint.resume", "auto"]).table["checkpoint"]["resume"] == "auto"
     monkeypatch.chdir(elsewhere)
