@@ -111,10 +111,8 @@ class Hunt:
     def run(self, rng: random.Random, faults: int) -> None:
         """One run, with up to `FAULTS_A_RUN` faults."""
         layouts = layouts_of_starts(rng)
-        saving = [
-            *flag("checkpoint.every", rng.choice((1, 1, 2))),
-            *flag("checkpoint.async", rng.choice(("true", "false"))),
-        ]
+        saving = flag("checkpoint.every", rng.choice((1, 1, 2)))
+        saving += flag("checkpoint.async", rng.choice(("true", "false")))
         rewritten = 0
         if rng.random() < 0.15:
             rewritten = STEPS // 2
@@ -282,9 +280,8 @@ class Hunt:
         rows = {step: row for step, row in reference.rows.items() if step in needed}
         reference = Outcome(rows, reference.weights)
         found = _unequal(reference, outcome) if same else differences(_weights_only(reference), _weights_only(outcome))
-        self.report.violations += [
-            f"{name} ({', '.join(sorted(layouts))}): {line}" for line in [*found[:3], *found[3:][-2:]]
-        ]
+        where = f"{name} ({', '.join(sorted(layouts))})"
+        self.report.violations += [f"{where}: {line}" for line in [*found[:3], *found[3:][-2:]]]
 
     def reference(self, layout: str) -> Outcome:
         """What an undisturbed run leaves."""
@@ -332,14 +329,7 @@ def _weights_only(outcome: Outcome) -> Outcome:
 
 def _unequal(reference: Outcome, other: Outcome) -> list[str]:
     """What is not the very same, a line each."""
-    found = []
-    if reference.rows.keys() != other.rows.keys():
-        found.append(f"steps {sorted(reference.rows)} against {sorted(other.rows)}")
-    for step in reference.rows.keys() & other.rows.keys():
-        for key in ("loss", "grad_norm", "lr", "tokens"):
-            ours, theirs = reference.rows[step][key], other.rows[step][key]
-            if ours != theirs:
-                found.append(f"step {step}: {key} {ours} against {theirs}")
+    found = differences(reference, other, rows_only=dict.fromkeys(("loss", "grad_norm", "lr"), 0.0))
     # Each rank's own generators stand in the rest; nothing of a run depends on them but through the curve.
     ours, theirs = ({n: t for n, t in o.weights.items() if not n.startswith("rest.")} for o in (reference, other))
     if ours.keys() != theirs.keys():

@@ -3,20 +3,18 @@
     with Slurm(folder) as slurm:
         job = slurm.submit("--nodes=2", script, "its", "arguments")
         job.await_line("step 3/")
-        slurm("scancel", str(job.number))
+        slurm("scancel", job.name)
         assert job.await_end() == "CANCELLED"
 
 It does what titan depends on as Slurm's source does it (github.com/SchedMD/slurm, src/): the variables of a batch
 script and of a step (common/env.c); which processes a signal reaches, and what happens to a job that is cancelled,
-requeued or both (`job_signal` and `_job_requeue_op` in slurmctld/job_mgr.c); the numbers of array tasks
-(`job_array_split` there).
+requeued or both (`job_signal` and `_job_requeue_op` in slurmctld/job_mgr.c). It has no arrays.
 """
 
 import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -48,11 +46,10 @@ class Job:
     state: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, or with COMPLETING: its processes are being ended.
     """
 
-    number: int
+    name: str
     argv: list[str]
     options: Options
     environment: dict[str, str]
-    array: tuple[int, int] | None
     home: Path
     changed: Condition
     state: str = "PENDING"
@@ -72,20 +69,15 @@ class Job:
     def _await(self, true: Any, what: str) -> None:
         with self.changed:
             seen = self.changed.wait_for(lambda: true() or self.over, PATIENCE_S)
-            assert seen and true(), f"job {self.number}, {self.state}, did not {what}:\n" + "".join(self.lines)
+            assert seen and true(), f"job {self.name}, {self.state}, did not {what}:\n" + "".join(self.lines)
 
     @property
     def over(self) -> bool:
         return self.state in ("COMPLETED", "FAILED", "CANCELLED")
 
-    @property
-    def name(self) -> str:
-        """What scontrol and scancel call this job alone."""
-        return f"{self.array[0]}_{self.array[1]}" if self.array else str(self.number)
-
     def mark(self, step: str = "") -> str:
         """In the environment of all processes of the job, or of a step."""
-        return f"{STEP}={self.home}/{self.number}.{step}"
+        return f"{STEP}={self.home}/{self.name}.{step}"
 
 
 class Slurm:
@@ -97,14 +89,11 @@ class Slurm:
         self._changed = Condition()
         self._numbers = itertools.count(41)
         self._lives: list[Thread] = []
-        self._shells: dict[int, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> "Slurm":
         (self._folder / "bin").mkdir(parents=True)
         for tool in TOOLS:
-            program = self._folder / "bin" / tool
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {tool} "$@"\n')
-            program.chmod(0o755)
+            executable(self._folder / "bin" / tool, f'#!/bin/sh\nexec {sys.executable} {__file__} {tool} "$@"\n')
         self._server = _Server(("127.0.0.1", 0), _Request)
         self._server.slurm = self
         Thread(target=self._server.serve_forever, daemon=True).start()
@@ -126,17 +115,19 @@ class Slurm:
         environment = {**os.environ, **own, **variables}
         return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
-    def submit(self, *words: str, **variables: str) -> list[Job]:
-        """What sbatch submits: one job, or the tasks of an array."""
-        before = len(self.jobs)
+    def submit(self, *words: str, **variables: str) -> Job:
+        """What sbatch submits."""
         done = self("sbatch", *words, **variables)
         assert done.returncode == 0, done.stderr
-        return self.jobs[before:]
+        return self.jobs[-1]
 
     def warn(self, job: Job) -> None:
-        """What the controller does when the time limit of a job is as near as its --signal says."""
-        flag, name, _ = re.fullmatch(r"(B:)?(\w+)@(\d+)", job.options["signal"]).groups()  # type: ignore[union-attr]
-        self._signal(job, signal.Signals[f"SIG{name}"], {"batch": ""} if flag else {})
+        """What the controller does when the time limit of a job is as near as its --signal says.
+
+        All processes of all steps hear it, of the batch script's own none.
+        """
+        name, _, _ = job.options["signal"].partition("@")
+        _send(signal.Signals[f"SIG{name}"], job.mark(), job.mark("batch"))
 
     # --- what the tools ask for; each returns what they print on stderr where it fails --------------------------------
 
@@ -145,41 +136,27 @@ class Slurm:
         script = Path(words[0])
         written = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line[:8] == "#SBATCH "]
         options = {"nodes": "1", **_options(written)[0], **given}
-        first = next(self._numbers)
-        bounds = [int(bound) for bound in options["array"].split("-")] if "array" in options else [0, 0]
-        tasks = range(bounds[0], bounds[1] + 1)
-        spool = self._folder / f"job{first}"
+        name = str(next(self._numbers))
+        spool = self._folder / f"job{name}"
         shutil.copy(script, spool)
         spool.chmod(0o700)
-        for task in tasks:
-            # A task that starts is split off with a number of its own; the last one keeps that of the array.
-            number = first if task == tasks[-1] else next(self._numbers)
-            array = (first, task) if "array" in options else None
-            command = [str(spool), *words[1:]]
-            job = Job(number, command, options, environment, array, self._folder, self._changed)
-            self.jobs.append(job)
-            self._start(job)
+        job = Job(name, [str(spool), *words[1:]], options, environment, self._folder, self._changed)
+        self.jobs.append(job)
+        self._start(job)
         return ""
 
     def scancel(self, argv: list[str], _: object) -> str:
-        options, names = _options(argv)
-        for job in (job for name in names for job in self._meant(name)):
-            if "signal" in options:
-                self._signal(job, signal.Signals[f"SIG{options['signal']}"], options)
-            elif not job.over:
-                with self._changed:
-                    running, job.state = job.state == "RUNNING", "CANCELLED COMPLETING"
-                if running:
-                    self._end(job)
+        for job in (job for job in self.jobs if job.name in argv and not job.over):
+            with self._changed:
+                running, job.state = job.state == "RUNNING", "CANCELLED COMPLETING"
+            if running:
+                self._end(job)
         return ""
 
     def scontrol(self, argv: list[str], _: object) -> str:
-        assert argv[0] == "requeue", argv
-        faults = [self._requeue(job) for job in self._meant(argv[1])]
-        return "".join(fault for fault in faults if fault)
-
-    def _requeue(self, job: Job) -> str:
-        """A job that is completing, or cancelled, or done, is run again like any other."""
+        """A job that is completing, or cancelled, or done, is requeued like any other."""
+        what, name = argv
+        [job] = (job for job in self.jobs if (what, name) == ("requeue", job.name))
         if "requeue" not in job.options:
             return f"Requested operation is presently disabled for job {job.name}\n"
         with self._changed:
@@ -193,18 +170,6 @@ class Slurm:
         if over:
             self._start(job)
         return ""
-
-    def _meant(self, name: str) -> list[Job]:
-        """An array's number means all of its tasks."""
-        numbered = [job for job in self.jobs if name in (job.name, str(job.number))]
-        return [job for job in self.jobs if job.array and name == str(job.array[0])] or numbered
-
-    def _signal(self, job: Job, number: int, options: Options) -> None:
-        """All processes of all steps hear it, of the batch script's own only where that is asked for."""
-        if "batch" in options:
-            os.kill(self._shells[job.number].pid, number)
-            return
-        _send(number, job.mark(), () if "full" in options else (job.mark("batch"),))
 
     # --- a job's life -------------------------------------------------------------------------------------------------
 
@@ -221,7 +186,6 @@ class Slurm:
                 job.argv, cwd=ROOT, env=_batch_environment(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, start_new_session=True,
             )  # fmt: skip
-            self._shells[job.number] = shell
         reader = Thread(target=self._read, args=(job, shell))
         reader.start()
         code = shell.wait()
@@ -271,30 +235,27 @@ class _Request(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(fault).encode() + b"\n")
 
 
-SPELLINGS = {"-A": "--account", "--nodes": "--nodes"}
-"""Options whose value may be the next word, and their long names."""
+VALUED = ("A", "nodes")
+"""Options whose value may be the next word."""
 
 
 def _options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Leading options, of the form --name=value or --name or one of `SPELLINGS`, and the other words."""
-    position, words = 0, list(words)
-    while position < len(words) and words[position].startswith("-"):
-        if words[position] in SPELLINGS:
-            words[position : position + 2] = [f"{SPELLINGS[words[position]]}={words[position + 1]}"]
-        position += 1
-    options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    pairs = [option.removeprefix("--").partition("=") for option in options]
-    return {name: value for name, _, value in pairs}, list(words[len(options) :])
+    """Leading options, of the form --name=value or --name or one of `VALUED`, and the other words."""
+    options, others = {}, list(words)
+    while others and others[0].startswith("-"):
+        name, _, value = others.pop(0).lstrip("-").partition("=")
+        options[name] = others.pop(0) if name in VALUED and not value else value
+    return options, others
 
 
 def _batch_environment(job: Job) -> dict[str, str]:
     """That of the user who called sbatch; what `env_array_for_batch_job` sets; and the script is task 0 on node 0."""
     nodes, per_node = int(job.options["nodes"]), job.options.get("ntasks-per-node", "")
     tasks = job.options.get("ntasks") or (str(nodes * int(per_node)) if per_node else "")
-    number, listed = str(job.number), "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
+    listed = "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
     mark, _, step = job.mark("batch").partition("=")
     own = {
-        "ENVIRONMENT": "BATCH", "SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_JOB_NODELIST": listed,
+        "ENVIRONMENT": "BATCH", "SLURM_JOB_ID": job.name, "SLURM_JOBID": job.name, "SLURM_JOB_NODELIST": listed,
         "SLURM_NODELIST": listed, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes),
         "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", mark: step,
     }  # fmt: skip
@@ -307,17 +268,22 @@ def _batch_environment(job: Job) -> dict[str, str]:
     if tasks:
         each = -(-int(tasks) // nodes)
         own |= {"SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks, "SLURM_TASKS_PER_NODE": f"{each}(x{nodes})"}
-    if job.array:
-        own |= {"SLURM_ARRAY_JOB_ID": str(job.array[0]), "SLURM_ARRAY_TASK_ID": str(job.array[1])}
     return {**job.environment, **own}
 
 
-def _send(number: int, mark: str, spared: Sequence[str] = ()) -> None:
+def executable(path: Path, text: str) -> Path:
+    """Write a program."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def _send(number: int, mark: str, spared: str = "") -> None:
     """A signal to every process whose environment has a mark that begins so, but for those with a mark to be spared."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if any(each.startswith(mark) and each not in spared for each in variables):
+            if any(each.startswith(mark) and each != spared for each in variables):
                 os.kill(int(folder.name), number)
 
 

@@ -70,10 +70,8 @@ LIVES = {
 def test_a_bad_day(hunting: Hunt) -> None:
     """Errors of the file system, and what cannot be removed."""
     keeping = ("--checkpoint.every", "1", "--checkpoint.async", "false")
-    starts = [
-        Start("one rank", LAUNCHER, fault, (*keeping, "--train.steps", str(8 if fault.kind == "busy" else STEPS)))
-        for fault in LIVES.values()
-    ]
+    steps = {"busy": ("--train.steps", "8")}
+    starts = [Start("one rank", LAUNCHER, fault, (*keeping, *steps.get(fault.kind, ()))) for fault in LIVES.values()]
     hunting.report = Report()
     report = hunting.chase([*starts, Start("one rank", LAUNCHER, NEVER, keeping)])
     assert not report.violations, "\n".join(report.violations)

@@ -1,6 +1,7 @@
 """Compressed gradients: each method against plain arithmetic, nothing lost, one process's curve where all is sent."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh, settings, stored
+from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh, of_each_worker, settings, stored
 from tests.sweeps import but_sweep, swept_case
 from titan.contracts import Technique
 from titan.plugins.parallel.compressed import methods
@@ -18,6 +19,7 @@ from titan.testing.jobs import saved_tensors, train_job
 from titan.testing.ranks import run_ranks
 
 PLUGIN = "--plugins.compressed_gradients."
+HSDP = mesh(dp_replicate=2, dp_shard=2)
 
 
 def on(method: str, **options: Any) -> list[str]:
@@ -70,7 +72,7 @@ def _exchanged(method: methods.Method) -> list[tuple[dict[str, Tensor], ...]]:
 def test_what_is_sent_and_what_is_left_add_up_to_the_gradients(method: str) -> None:
     ranks = run_ranks(_exchanged, RANKS, METHODS[method])
     for name, shape in SHAPES.items():
-        arrived, given = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        arrived, given = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
         for step in range(STEPS):
             each = [rank[step] for rank in ranks]
             for _, sums, sent in each:
@@ -86,26 +88,22 @@ def test_what_is_sent_and_what_is_left_add_up_to_the_gradients(method: str) -> N
                 assert left.abs().max() > 1e-4, "nothing was compressed"
 
 
-def _expected(method: str, name: str, step: int, wholes: list[dict[str, Tensor]]) -> list[Tensor]:
-    """What each rank is to send, by definition."""
-    if method == "topk":
-        sent = []
-        for whole in wholes:
-            flat, count = whole[name].flatten(), math.ceil(0.1 * whole[name].numel())
-            least = sorted(flat.abs().tolist(), reverse=True)[count - 1]
-            sent.append(torch.tensor([x if abs(x) >= least else 0.0 for x in flat.tolist()]).view_as(whole[name]))
-        return sent
-    assert method == "sign"
-    means = [whole[name].abs().mean() for whole in wholes]
-    return [torch.where(whole[name] >= 0, mean, -mean) for whole, mean in zip(wholes, means, strict=True)]
+def _tenth(whole: Tensor) -> Tensor:
+    """The numbers of largest size."""
+    least = sorted(whole.abs().flatten().tolist())[-math.ceil(0.1 * whole.numel())]
+    return torch.where(whole.abs() >= least, whole, 0.0)
 
 
-@pytest.mark.parametrize("method", ["topk", "sign"])
-def test_numbers_and_signs_by_definition(method: str) -> None:
+def _signs(whole: Tensor) -> Tensor:
+    return torch.where(whole >= 0, 1.0, -1.0) * whole.abs().mean()
+
+
+@pytest.mark.parametrize(("method", "definition"), [("topk", _tenth), ("sign", _signs)])
+def test_numbers_and_signs_by_definition(method: str, definition: Callable[[Tensor], Tensor]) -> None:
     ranks = run_ranks(_exchanged, RANKS, METHODS[method])
     for step in range(STEPS):
         for name in SHAPES:
-            expected = _expected(method, name, step, [rank[step][0] for rank in ranks])
+            expected = [definition(rank[step][0][name]) for rank in ranks]
             for rank, sent in zip(ranks, expected, strict=True):
                 torch.testing.assert_close(rank[step][2][name], sent)
             torch.testing.assert_close(ranks[0][step][1][name], sum(expected))
@@ -122,9 +120,8 @@ def test_random_places_are_each_ranks_come_once_and_change() -> None:
                 assert places.sum() == math.ceil(0.25 * math.prod(shape))
             torch.testing.assert_close(ranks[0][step][1][name][places], sum(wholes)[places])
         assert len(drawn) == STEPS
-    everywhere = sum(
-        methods.RandK(0.1)._places("w", step, torch.zeros(90)).bincount(minlength=90) for step in range(999)
-    )
+    randk, of = methods.RandK(0.1), torch.zeros(90)
+    everywhere = sum(randk._places("w", step, of).bincount(minlength=90) for step in range(999))
     assert everywhere.sum() == 999 * 9 and everywhere.min() > 60 and everywhere.max() < 140
 
 
@@ -159,9 +156,8 @@ def test_low_rank_by_definition() -> None:
             total = sum(wholes)
             basis, _ = torch.linalg.qr(total @ factors)
             for rank, whole in zip(ranks, wholes, strict=True):
-                torch.testing.assert_close(
-                    rank[step][2][name].double().view_as(whole), basis @ basis.mT @ whole, rtol=1e-3, atol=1e-5
-                )
+                sent = rank[step][2][name].double().view_as(whole)
+                torch.testing.assert_close(sent, basis @ basis.mT @ whole, rtol=1e-3, atol=1e-5)
             factors = total.mT @ basis
 
 
@@ -175,26 +171,13 @@ ALL = {
     "int8": {"warmup_steps": 10},
 }
 TIED = ("--model.tied", "true")
+SIX = ("--train.global_batch_size", "6")
+ACCUMULATED = [*HSDP, "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage"]
 LAYOUTS: dict[str, tuple[int, str, list[str], Path]] = {
     "replicas alone": (2, "topk", mesh(dp_replicate=2), LLAMA),
-    "3 replicas, sizes that do not divide": (
-        3,
-        "randk",
-        [*mesh(dp_replicate=3), "--train.global_batch_size", "6"],
-        LLAMA,
-    ),
-    "hsdp 2x2, accumulation, zero 3": (
-        4,
-        "topk",
-        [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"],
-        LLAMA,
-    ),
-    "hsdp 2x2, accumulation, zero 1": (
-        4,
-        "powersgd",
-        [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "1"],
-        LLAMA,
-    ),
+    "3 replicas, sizes that do not divide": (3, "randk", [*mesh(dp_replicate=3), *SIX], LLAMA),
+    "hsdp 2x2, accumulation, zero 3": (4, "topk", [*ACCUMULATED, "3"], LLAMA),
+    "hsdp 2x2, accumulation, zero 1": (4, "powersgd", [*ACCUMULATED, "1"], LLAMA),
     "tp 2, learned positions": (4, "topk", mesh(dp_replicate=2, tp=2), GPT),
     "pp 2, a tied head": (4, "randk", [*mesh(dp_replicate=2, pp=2), *TIED], LLAMA),
     "cp 2": (4, "sign", mesh(dp_replicate=2, cp=2), LLAMA),
@@ -218,18 +201,18 @@ def test_where_all_is_sent_the_curve_is_one_processs(layout: str, same_curve) ->
 def test_bf16_means_what_it_means_on_one_rank(one_rank, tmp_path: Path) -> None:
     """Within the bounds of docs/correctness.md for bf16."""
     bf16 = ("--plugins.bf16.enabled", "true")
-    words = [*bf16, *mesh(dp_replicate=2, dp_shard=2), *on("topk", density=1.0)]
-    many, one = train_job(tmp_path, 4, *words).rows, one_rank(*bf16).rows
+    many = train_job(tmp_path, 4, *bf16, *HSDP, *on("topk", density=1.0)).rows
+    one = one_rank(*bf16).rows
     for step, row in one.items():
         assert math.isclose(row["loss"], many[step]["loss"], rel_tol=2e-3), step
         assert math.isclose(row["grad_norm"], many[step]["grad_norm"], rel_tol=2e-2), step
 
 
 LOSSY = {
-    "powersgd": (mesh(dp_replicate=2, dp_shard=2), {"rank": 2}),
+    "powersgd": (HSDP, {"rank": 2}),
     "topk": (mesh(dp_replicate=2, tp=2), {"density": 0.05}),
     "randk": ([*mesh(dp_replicate=2, pp=2), *TIED], {"density": 0.05}),
-    "sign": (mesh(dp_replicate=2, dp_shard=2), {}),
+    "sign": (HSDP, {}),
     "int8": (mesh(dp_replicate=3), {"block": 64}),
 }
 FAST = ("--optimizer.name", "sgd", "--optimizer.lr", "0.1", "--optimizer.momentum", "0")
@@ -259,27 +242,22 @@ def weights(folder: Path, step: int) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
+def own_state(folder: Path, step: int, of: str = "") -> dict[str, Tensor]:
+    """Of a checkpoint's tensors of the technique, or of a kind of them: [replicas, ...], as each has one of its own."""
+    begin, path = f"rest.techniques.compressed_gradients.{of}", folder / "checkpoints" / f"step-{step:08}"
+    names = [name for name in stored(path).tensors if name.startswith(begin)]
+    return {name.removeprefix(begin): torch.stack(of_each_worker(path, name)) for name in names}
+
+
 def errors(folder: Path, step: int) -> dict[str, Tensor]:
-    """Of each matrix, the sum of what replicas have left, from a checkpoint in which each has its own."""
-    begin = "rest.techniques.compressed_gradients.errors."
-    tensors = own_tensors(folder / "checkpoints" / f"step-{step:08}")
-    return {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(begin)}
-
-
-def own_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole; [ranks, ...] where each rank along an axis has one of its own."""
-    from titan.checkpoint import storage
-
-    index = stored(path)
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.tensors.items()}
-    storage.read(path, tensors, index)
-    return tensors
+    """Of each matrix, what each replica has left."""
+    return own_state(folder, step, "errors.")
 
 
 @pytest.mark.parametrize(
     ("ranks", "words", "method", "config"),
     [
-        (4, mesh(dp_replicate=2, dp_shard=2), "int8", LLAMA),
+        (4, HSDP, "int8", LLAMA),
         (4, mesh(dp_replicate=2, tp=2), "sign", GPT),
         swept_case((4, mesh(dp_replicate=2, dp_shard=2, ep=2), "powersgd", MOE)),
         (4, [*mesh(dp_replicate=2, pp=2), *TIED], "topk", LLAMA),
@@ -302,9 +280,8 @@ def test_the_update_and_what_is_left_are_the_gradient(
     assert all(len(each) == 2 and each.any() for each in left.values())
     plain = {name for name, weight in whole.items() if weight.ndim > 1} - left.keys()
     routers = {name for name in plain if "router" in name}  # whose factors would be as large
-    assert plain == {TIED[0]: {"embed.weight"}, "--mesh.tp": {"positions.weight"}, "--mesh.ep": routers}.get(
-        words[-2], set()
-    )
+    expected = {TIED[0]: {"embed.weight"}, "--mesh.tp": {"positions.weight"}, "--mesh.ep": routers}
+    assert plain == expected.get(words[-2], set())
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -312,25 +289,17 @@ def test_the_update_and_what_is_left_are_the_gradient(
 
 @pytest.mark.parametrize("method", ["powersgd", swept_case("randk")])
 def test_resumed_at_the_same_layout_bit_for_bit(method: str, tmp_path: Path) -> None:
-    words = [
-        *mesh(dp_replicate=2, dp_shard=2),
-        *on(method, density=0.05),
-        *SAVING,
-        "--checkpoint.every",
-        "2",
-        "--train.steps",
-        "4",
-    ]
+    words = [*HSDP, *on(method, density=0.05), *SAVING, "--checkpoint.every", "2", "--train.steps", "4"]
     whole = train_job(tmp_path, 4, *words, name="whole")
     train_job(tmp_path, 4, *words, "--train.steps", "2", name="halves")
     halves = train_job(tmp_path, 4, *words, name="halves")
     assert [name for name in whole.weights if not whole.weights[name].equal(halves.weights[name])] == []
-    ours, theirs = (own_tensors(tmp_path / name / "checkpoints" / "step-00000004") for name in ("whole", "halves"))
-    kept = {name for name in ours if "compressed_gradients" in name}
-    assert kept and [name for name in kept if not ours[name].equal(theirs[name])] == []
+    ours, theirs = (own_state(tmp_path / name, 4) for name in ("whole", "halves"))
+    assert ours and [name for name in ours if not ours[name].equal(theirs[name])] == []
 
 
 def _built(folder: str, words: list[str], config: str) -> tuple[Any, Technique]:
+    """On one rank: the job's run, before its first step, and the technique in it."""
     from titan.config import load_job
     from titan.ranks import process
     from titan.ranks.meeting.launch_env import launched_world_size
@@ -345,16 +314,9 @@ def _built(folder: str, words: list[str], config: str) -> tuple[Any, Technique]:
 
 def _held(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: what it has of each error once a run is built, whole, by name and place among the replicas."""
-    from titan.config import load_job
-    from titan.ranks import process
-    from titan.ranks.meeting.launch_env import launched_world_size
-    from titan.training import build, trainer
+    from titan.training import trainer
 
-    job = load_job(
-        Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], launched_world_size()
-    )
-    run = build.build(job, process.join(job))
-    [technique] = [t for t in run.context.techniques if t.name == "compressed_gradients"]
+    run, technique = _built(folder, words, config)
     place = run.context.mesh.at("dp_replicate")
     state = technique.state_dict()["errors"]
     found = {f"{name} {place}": e.full_tensor() if isinstance(e, DTensor) else e for name, e in state.items()}
@@ -367,7 +329,7 @@ def _held(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
 )
 def test_the_sum_of_errors_is_kept_at_another_layout(degrees: dict[str, int], tmp_path: Path, capfd) -> None:
     words = [*on("topk", density=0.05), *SAVING, "--train.steps", "4"]
-    train_job(tmp_path, 4, *words, *mesh(dp_replicate=2, dp_shard=2))
+    train_job(tmp_path, 4, *words, *HSDP)
     saved = errors(tmp_path / "run", 4)
     ranks, replicas = math.prod(degrees.values()), degrees.get("dp_replicate", 1)
     capfd.readouterr()
@@ -466,38 +428,27 @@ def _shard(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", but_sweep(ALL, "randk", "int8", "sign", "powersgd"))
 def test_after_each_step_what_arrived_and_what_is_left_add_up(method: str, tmp_path: Path) -> None:
-    words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, rank=2, warmup_steps=1)]
-    train_job(tmp_path, 4, *words, run=_add_up)
+    train_job(tmp_path, 4, *HSDP, *on(method, rank=2, warmup_steps=1), run=_add_up)
 
 
 def _after_a_nan(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: errors before and after a step in which one rank of the last replica has a gradient of NaN."""
-    from titan.config import load_job
-    from titan.ranks import process
-    from titan.ranks.meeting.launch_env import launched_world_size
-    from titan.training import build, trainer
+    from titan.training import trainer
 
-    job = load_job(
-        Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], launched_world_size()
-    )
-    run = build.build(job, process.join(job))
-    [technique] = [t for t in run.context.techniques if t.name == "compressed_gradients"]
+    run, technique = _built(folder, words, config)
+    compute = run.engine.forward_backward
 
     def held() -> dict[str, Tensor]:
         flat = {name: _shard(error).clone() for name, error in technique.state_dict()["errors"].items()}
         return flat | {"factors": technique.state_dict().get("factors", {}).get("flat", torch.zeros(1)).clone()}
 
-    class Broken:
-        def __init__(self, engine: Any) -> None:
-            self.engine = engine
+    def broken(batches: Any) -> None:
+        compute(batches)
+        if dist.get_rank() == dist.get_world_size() - 1 and run.step == 1:
+            _, parameter = next(iter(run.parts[0].parameters()))
+            _shard(parameter.grad).view(-1)[0] = math.nan
 
-        def forward_backward(self, batches: Any) -> None:
-            self.engine.forward_backward(batches)
-            if dist.get_rank() == dist.get_world_size() - 1 and run.step == 1:
-                _, parameter = next(iter(run.parts[0].parameters()))
-                _shard(parameter.grad).view(-1)[0] = math.nan
-
-    run.engine = Broken(run.engine)
+    run.engine.forward_backward = broken
     batches = iter(run.loader)
     trainer.step(run, next(batches))
     before = held()
@@ -514,5 +465,4 @@ def _after_a_nan(folder: str, words: list[str], config: str) -> dict[str, Tensor
 
 @pytest.mark.parametrize("method", ["powersgd", "sign", swept_case("randk")])
 def test_a_step_that_is_not_finite_leaves_errors_as_they_were(method: str, tmp_path: Path) -> None:
-    words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, rank=2), "--train.non_finite", "skip"]
-    train_job(tmp_path, 4, *words, run=_after_a_nan)
+    train_job(tmp_path, 4, *HSDP, *on(method, rank=2), "--train.non_finite", "skip", run=_after_a_nan)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
 from titan.contracts import Dataset
 from titan.contracts.plugin import registry
-from titan.data.samples.loader import Limit, Loader, _Sent
+from titan.data.samples.loader import Loader, _Sent
 from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens import tokenize, unfinished
 from titan.data.tokens.prepare import prepare
@@ -40,9 +42,9 @@ from titan.testing.ranks import run_ranks
 BYTES = Byte(ByteConfig())
 
 
-def loader(source: Samples, workers: int, first: int = 0) -> Loader:
-    cpu = torch.device("cpu")
-    return Loader(source, global_batch=8, micro_batch=4, first=first, index=0, ranks=1, workers=workers, device=cpu)
+def loader(source: Any, workers: int, **more: Any) -> Loader:
+    sizes = {"global_batch": 8, "micro_batch": 4, "first": 0, "index": 0, "ranks": 1, **more}
+    return Loader(source, workers=workers, device=torch.device("cpu"), **sizes)
 
 
 def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> None:
@@ -80,15 +82,11 @@ class Silent:
         return Sample(torch.tensor([g, g]), torch.tensor([g, g]), None)
 
 
-def silent_loader(source: Silent, limits: tuple[Limit, Limit]) -> Loader:
-    cpu, sizes = torch.device("cpu"), {"global_batch": 2, "micro_batch": 2, "first": 0, "index": 0, "ranks": 1}
-    return Loader(source, **sizes, workers=0, device=cpu, limits=limits)  # type: ignore[arg-type]
-
-
 def test_data_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan.data.samples.loader.LOOK_S", 0.02)
     source = Silent(2)
-    waits = silent_loader(source, ((60.0, "comm.init_timeout_s"), (0.1, "comm.timeout_s")))
+    limits = ((60.0, "comm.init_timeout_s"), (0.1, "comm.timeout_s"))
+    waits = loader(source, 0, global_batch=2, micro_batch=2, limits=limits)
     assert next(waits)[0].tokens.tolist() == [[0, 0], [1, 1]]
     said = r"no data for a step within 0.1 s \(comm.timeout_s\); the training process reads"
     with pytest.raises(ResourceError, match=said):
@@ -100,7 +98,7 @@ def test_a_signal_ends_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("titan.data.samples.loader.LOOK_S", 0.02)
     monkeypatch.setattr("titan.data.samples.loader.PATIENCE_S", 0.1)
     source = Silent(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    waits = silent_loader(source, ((20.0, "a limit"), (20.0, "a limit")))
+    waits = loader(source, 0, global_batch=2, micro_batch=2, limits=((20.0, "a limit"), (20.0, "a limit")))
     with signals.listening():
         next(waits)
         with pytest.raises(PreemptedError, match="preempted by SIGTERM while waiting for data"):
@@ -123,27 +121,24 @@ def test_batches_of_processes_need_no_shared_memory(tmp_path: Path, monkeypatch:
     process.close()
 
 
+@pytest.mark.usefixtures("small_units")
 def test_processes_that_cannot_be_started_name_the_key(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues between processes have semaphores, which are files in /dev/shm."""
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     source = samples((count_up(tmp_path / "a.bin", 201), 1.0), vocab_size=1000)
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", full)
-    monkeypatch.setattr(tokenize, "WORTH_A_PROCESS", 1)
     no_space = r"processes cannot be started \(No space left on device\); set data."
     with pytest.raises(ResourceError, match=f"data loader {no_space}workers = 0 to load in the training process"):
         next(loader(source, 1))
-    monkeypatch.setattr(tokenize, "UNIT_BYTES", (1000, 1000))
     with pytest.raises(ResourceError, match=f"tokenizing {no_space}prepare_workers = 1 to tokenize in this process"):
         prepare(Text(TextConfig(path=str(text))), BYTES, cache=tmp_path / "cache", workers=2, progress=False)
 
 
-def _kill_a_loader_process(folder: Path, outbox: Connection) -> None:
-    """Tell what is said, once the other process has ended too."""
+def _kill_a_loader_process(folder: Path) -> str:
+    """What is said, once the other process has ended too."""
     reading = loader(samples((count_up(folder / "a.bin", 4001), 1.0), vocab_size=5000), 2)
     next(reading)
     first, second = (child.pid for child in reading._children)
@@ -154,19 +149,14 @@ def _kill_a_loader_process(folder: Path, outbox: Connection) -> None:
             next(reading)
     reading.close()  # while the exception holds the iterator, as at the end of a run
     ended, _, _ = select.select([left], [], [], 30)
-    outbox.send(str(error.value) if ended else "the other process still runs")
+    return str(error.value) if ended else "the other process still runs"
 
 
 @pytest.mark.sweep
 def test_a_killed_loader_process_ends_the_others(tmp_path: Path) -> None:
     """In a process of its own: PyTorch leaves files open where a process that reads for it was killed."""
-    what = "a data loader process was killed, possibly for lack of memory; set data.workers = 0 "
-    inbox, outbox = multiprocessing.Pipe(duplex=False)
-    rank = multiprocessing.get_context("spawn").Process(target=_kill_a_loader_process, args=(tmp_path, outbox))
-    rank.start()
-    assert inbox.recv().startswith(what)
-    rank.join()
-    assert rank.exitcode == 0
+    [said] = run_ranks(_kill_a_loader_process, 1, tmp_path, init=False)
+    assert said.startswith("a data loader process was killed, possibly for lack of memory; set data.workers = 0 ")
 
 
 def _read_and_die(folder: Path, outbox: Connection) -> None:
@@ -264,10 +254,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
     beside = tmp_path / f"{home}_shouted.py"
     beside.write_text(SHOUTED.replace('"shouted"', '"another"'))
     registry.load_plugins([tmp_path / home / "shouted.py", beside])
-    plugin = registry.find("dataset", "shouted")
-    assert plugin is not None
-    dataset = plugin(plugin.Config(path=str(text)))
-    assert isinstance(dataset, Dataset)
+    dataset = _dataset("shouted", text)
     shards = prepare(dataset, BYTES, cache=tmp_path / "cache", workers=2, progress=False)
     assert len(shards) == 8 and b"S\0O\0M\0E" in shards[3].path.read_bytes()
     pids = {int(path.name) for path in (tmp_path / "pids").iterdir()}
@@ -306,14 +293,20 @@ class Endless(Text):
 '''
 
 
+def _dataset(name: str, text: Path) -> Dataset:
+    """By a plugin that is loaded."""
+    plugin = registry.find("dataset", name)
+    assert plugin is not None
+    dataset = plugin(plugin.Config(path=str(text)))
+    assert isinstance(dataset, Dataset)
+    return dataset
+
+
 def _asked_while_processes_tokenize(text: Path, folder: Path) -> str:
     (folder / "endless.py").write_text(ENDLESS)
     (folder / "pid").write_text(str(os.getpid()))
     registry.load_plugins([folder / "endless.py"])
-    plugin = registry.find("dataset", "endless")
-    assert plugin is not None
-    dataset = plugin(plugin.Config(path=str(text)))
-    assert isinstance(dataset, Dataset)
+    dataset = _dataset("endless", text)
     tokenize.UNIT_BYTES, tokenize.WORTH_A_PROCESS = (1000, 1000), 1
     with signals.listening():
         try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ def _children(entry: Entry, ranks: int, fork: bool = True) -> RankProcesses:
     return RankProcesses(entry, ["--a.b", "1"], LaunchEnv(1, 0, ranks, LOCAL, 0), fork)
 
 
-def _ends(entry: Entry, ranks: int, fork: bool = True) -> list[Ended]:
-    return _children(entry, ranks, fork).lead()
+def _ends(entry: Entry, ranks: int, fork: bool = True) -> list[tuple[int, int]]:
+    """(rank, exit code), in the order in which they end."""
+    return [(end.rank, end.code) for end in _children(entry, ranks, fork).lead()]
 
 
 def _sum_of_ranks(argv: list[str]) -> int:
@@ -42,25 +44,13 @@ def _sum_of_ranks(argv: list[str]) -> int:
     return int(number)
 
 
-def _forked() -> list[Ended]:
-    return _ends(_sum_of_ranks, 4)
+@pytest.mark.parametrize(("ranks", "fork", "total"), [(4, True, 6), (2, False, 1)], ids=["forked", "spawned"])
+def test_ranks_meet(ranks: int, fork: bool, total: int) -> None:
+    [ended] = in_a_fresh_process(_ends, 1, _sum_of_ranks, ranks, fork, init=False)
+    assert sorted(ended) == [(rank, total) for rank in range(ranks)]
 
 
-def _spawned() -> list[Ended]:
-    return _ends(_sum_of_ranks, 2, fork=False)
-
-
-def test_forked_ranks_meet() -> None:
-    [ended] = in_a_fresh_process(_forked, 1, init=False)
-    assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1 + 2 + 3) for rank in range(4)]
-
-
-def test_spawned_ranks_meet() -> None:
-    [ended] = in_a_fresh_process(_spawned, 1, init=False)
-    assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1) for rank in range(2)]
-
-
-def _one_is_killed() -> list[Ended]:
+def _one_is_killed() -> list[tuple[int, int]]:
     def entry(argv: list[str]) -> int:
         dist.init_process_group("gloo")
         if dist.get_rank() == 2:
@@ -76,7 +66,7 @@ def _one_is_killed() -> list[Ended]:
 
 def test_peers_of_a_killed_rank_end_too() -> None:
     [ended] = in_a_fresh_process(_one_is_killed, 1, init=False)
-    assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 1), Ended(1, 1), Ended(2, -signal.SIGKILL)]
+    assert sorted(ended) == [(0, 1), (1, 1), (2, -signal.SIGKILL)]
 
 
 def _terminated() -> list[Ended]:
@@ -102,7 +92,7 @@ def _terminated() -> list[Ended]:
 
 def test_a_signal_reaches_every_rank_once() -> None:
     [ended] = in_a_fresh_process(_terminated, 1, init=False)
-    assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 75), Ended(1, 75), Ended(2, 75)]
+    assert sorted((end.rank, end.code) for end in ended) == [(rank, 75) for rank in range(3)]
 
 
 def _one_is_terminated() -> set[int]:
@@ -122,11 +112,10 @@ def _one_is_terminated() -> set[int]:
 
 def test_a_signal_to_one_rank_is_heard_of() -> None:
     """By its peers, which stop with it, and by the launcher, which may have the scheduler run the job again."""
-    [heard] = in_a_fresh_process(_one_is_terminated, 1, init=False)
-    assert heard == {signal.SIGUSR1, signal.SIGTERM}
+    assert in_a_fresh_process(_one_is_terminated, 1, init=False) == [{signal.SIGUSR1, signal.SIGTERM}]
 
 
-def _the_first_to_fail_ends_last() -> list[Ended]:
+def _the_first_to_fail_ends_last() -> list[tuple[int, int]]:
     """Rank 0 fails for want of rank 1, and is gone before rank 1 is."""
 
     def entry(argv: list[str]) -> int:
@@ -147,7 +136,7 @@ def _the_first_to_fail_ends_last() -> list[Ended]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
 def test_the_first_to_fail_is_named_whoever_ends_first() -> None:
-    assert in_a_fresh_process(_the_first_to_fail_ends_last, 1, init=False) == [[Ended(1, 1), Ended(0, 1)]]
+    assert in_a_fresh_process(_the_first_to_fail_ends_last, 1, init=False) == [[(1, 1), (0, 1)]]
 
 
 def _is_asked_to_stop(argv: list[str]) -> int:
@@ -170,7 +159,7 @@ def test_a_signal_before_a_rank_is_awake_is_noted(fork: bool) -> None:
     assert in_a_fresh_process(_terminated_at_the_start, 1, fork, init=False) == [[Ended(0, 75)]]
 
 
-def _one_outlives() -> tuple[list[Ended], bool]:
+def _one_outlives() -> tuple[list[tuple[int, int]], bool]:
     reading, writing = os.pipe()
 
     def entry(argv: list[str]) -> int:
@@ -187,9 +176,7 @@ def _one_outlives() -> tuple[list[Ended], bool]:
 
 
 def test_a_rank_that_outlives_a_failed_one_is_killed() -> None:
-    [(ended, all_gone)] = in_a_fresh_process(_one_outlives, 1, init=False)
-    assert ended == [Ended(0, 1)]
-    assert all_gone
+    assert in_a_fresh_process(_one_outlives, 1, init=False) == [([(0, 1)], True)], "all are gone"
 
 
 IMMORTAL = """
@@ -263,38 +250,33 @@ def test_exit_codes(ended: list[Ended], code: int) -> None:
     assert verdict(ended, set(), [], Path("logs")) == code
 
 
-def test_a_lost_node_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict([Ended(0, 0)], set(), [2], Path("logs")) == 1
-    assert capsys.readouterr().err == "error: the launcher of node 2 no longer responds\n"
+KILLED = "error: rank {0} was killed by SIGKILL (out of memory?); its log: x/rank-{0}.log\n"
+FAILED = "error: rank {0} failed with exit code 1; its log: x/rank-{0}.log\n"
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "more", "said"),
     [
-        ([Ended(1, 1), Ended(3, -9)], "error: rank 3 was killed by SIGKILL (out of memory?); its log: x/rank-3.log\n"),
-        ([Ended(0, -11)], "error: rank 0 was killed by SIGSEGV; its log: x/rank-0.log\n"),
-        ([Ended(2, 1), Ended(0, -6)], "error: rank 2 failed with exit code 1; its log: x/rank-2.log\n"),
-        ([Ended(0, 1), Ended(1, 1)], ""),
+        ([Ended(1, 1), Ended(3, -9)], {}, KILLED.format(3)),
+        ([Ended(0, -11)], {}, "error: rank 0 was killed by SIGSEGV; its log: x/rank-0.log\n"),
+        ([Ended(2, 1), Ended(0, -6)], {}, FAILED.format(2)),
+        ([Ended(0, 1), Ended(1, 1)], {}, ""),
+        ([Ended(1, 1), Ended(0, 1)], {"explained": 1}, ""),  # it has printed its error
+        ([Ended(1, 1), Ended(2, 1)], {"explained": 2}, FAILED.format(1)),
+        ([Ended(1, 1), Ended(0, -9)], {"explained": 1}, KILLED.format(0)),  # which explains more
+        ([Ended(1, 1), Ended(0, 1)], {"heard": {signal.SIGINT}}, ""),  # Ctrl-C
     ],
 )
-def test_says_which_rank_is_the_cause(ended: list[Ended], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict(ended, set(), [], Path("x")) == 1
+def test_says_which_rank_is_the_cause(
+    ended: list[Ended], more: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verdict(ended, **{"heard": set(), "lost": [], "logs": Path("x"), **more}) == 1
     assert capsys.readouterr().err == said
 
 
-def test_an_error_that_was_printed_points_at_no_log(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless another rank was killed, which explains more."""
-    assert verdict([Ended(1, 2), Ended(0, 2)], set(), [], Path("x"), explained=1) == 2
-    assert capsys.readouterr().err == ""
-    assert verdict([Ended(1, 1), Ended(2, 1)], set(), [], Path("x"), explained=2) == 1
-    assert capsys.readouterr().err == "error: rank 1 failed with exit code 1; its log: x/rank-1.log\n"
-    assert verdict([Ended(1, 1), Ended(0, -9)], set(), [], Path("x"), explained=1) == 1
-    assert "rank 0 was killed by SIGKILL" in capsys.readouterr().err
-
-
-def test_ctrl_c_blames_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict([Ended(1, 1), Ended(0, 1)], {signal.SIGINT}, [], Path("x")) == 1
-    assert capsys.readouterr().err == ""
+def test_a_lost_node_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict([Ended(0, 0)], set(), [2], Path("logs")) == 1
+    assert capsys.readouterr().err == "error: the launcher of node 2 no longer responds\n"
 
 
 def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

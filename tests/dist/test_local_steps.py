@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.commands import run_titan
 from tests.dist.test_nonfinite import SKIP, inject_nan
 from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, SELF_SEND, THREE_STEPS, mesh, of_each_worker, stored
 from tests.sweeps import swept_case
 from titan.config import load_job
+from titan.contracts import ModelPart
+from titan.contracts.base.layout import Axis, lay_out
+from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError
 from titan.plugins.parallel.local_steps import BLOCK, LocalSteps, _decoded, _encoded
 from titan.testing.jobs import (
@@ -52,20 +56,24 @@ def assert_same_losses_and_weights(one: Outcome, other: Outcome) -> None:
         torch.testing.assert_close(other.weights[name], weight, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL, msg=name)
 
 
+def assert_one_update_skipped(run: Outcome) -> None:
+    """Of two workers, in step 2 of 4; the other's was made, and all go on."""
+    assert [run.rows[step]["skipped_updates"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [run.rows[step]["valid_tokens"] for step in (1, 2, 3, 4)] == [128, 192, 320, 448]
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+
+
 @pytest.mark.parametrize(
-    ("ranks", "words", "outer"),
+    "words",
     [
-        (4, mesh(worker=4), local(1)),
-        (4, mesh(worker=2, dp_shard=2), local(1)),
-        (4, mesh(worker=2, pp=2), local(1, outer="nesterov", outer_lr=1.0, outer_momentum=0.0)),
+        [*mesh(worker=4), *local(1)],
+        [*mesh(worker=2, dp_shard=2), *local(1)],
+        [*mesh(worker=2, pp=2), *local(1, outer="nesterov", outer_lr=1.0, outer_momentum=0.0)],
     ],
 )
-def test_an_exchange_after_every_step_is_data_parallelism(
-    ranks: int, words: list[str], outer: list[str], tmp_path: Path
-) -> None:
-    one = train_job(tmp_path, 1, *THREE_STEPS, *SGD, name="one")
-    many = train_job(tmp_path, ranks, *THREE_STEPS, *SGD, *words, *outer, name="many")
-    assert_same_losses_and_weights(one, many)
+def test_an_exchange_after_every_step_is_data_parallelism(words: list[str], one_rank, tmp_path: Path) -> None:
+    many = train_job(tmp_path, 4, *THREE_STEPS, *SGD, *words)
+    assert_same_losses_and_weights(one_rank(*THREE_STEPS, *SGD), many)
 
 
 @pytest.mark.parametrize(
@@ -91,28 +99,25 @@ def test_one_curve_at_any_layout_inside_of_a_worker(ranks: int, words: list[str]
     assert min(row for row, found in one.rows.items() if "worker_drift" in found) == 3
 
 
+def mesh_of_workers() -> Mesh:
+    """Of which each rank is one."""
+    axis = Axis(name="worker", data="dealt", weights="own", topology_order=0, doc="")
+    layout, _ = lay_out([axis], {"worker": dist.get_world_size()}, dist.get_world_size())
+    return Mesh(layout, torch.device("cpu"), dist.get_rank())
+
+
 def _outer_steps(
     config: dict[str, Any], drifts: list[list[Tensor]], last: int = 1000
 ) -> tuple[Tensor, list[list[int]]]:
     """On a rank: the technique on one weight, moved by `drifts[step][worker]`; the weight, and what is due when."""
-    import torch.distributed as dist
-    from torch import nn
-
-    from titan.contracts import ModelPart
-    from titan.contracts.base.layout import Axis, lay_out
-    from titan.contracts.base.mesh import Mesh
-
-    axis = Axis(name="worker", data="dealt", weights="own", topology_order=0, doc="")
-    layout, _ = lay_out([axis], {"worker": dist.get_world_size()}, dist.get_world_size())
-    mesh = Mesh(layout, torch.device("cpu"), dist.get_rank())
-    technique = LocalSteps(LocalSteps.Config(**config))
-    job = SimpleNamespace(
-        train=SimpleNamespace(steps=last), lr_schedule=SimpleNamespace(factor=lambda step, _: 1 / step)
-    )
+    technique, workers = LocalSteps(LocalSteps.Config(**config)), mesh_of_workers()
+    schedule = SimpleNamespace(factor=lambda step, _: 1 / step)
+    job = SimpleNamespace(train=SimpleNamespace(steps=last), lr_schedule=schedule)
     model = nn.Linear(7, 1, bias=False)
     nn.init.zeros_(model.weight)
     spec = SimpleNamespace(layer_names=lambda: ["a"])
-    technique.apply(ModelPart(model), SimpleNamespace(job=job, mesh=mesh, spec=spec, device=mesh.device))  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(job=job, mesh=workers, spec=spec, device=workers.device)
+    technique.apply(ModelPart(model), context)
     technique.load_state_dict({})
     due = []
     for step, drift in enumerate(drifts, 1):
@@ -127,10 +132,9 @@ def test_the_outer_step_is_nesterovs(tmp_path: Path) -> None:
     """Against the recurrence in float64, with three workers and an exchange after every second step."""
     generator = torch.Generator().manual_seed(0)
     drifts = [[torch.randn(7, generator=generator) for _ in range(3)] for _ in range(6)]
-    found = run_ranks(
-        _outer_steps, 3, {"every": 2, "outer": "nesterov", "outer_lr": 0.6, "outer_momentum": 0.8}, drifts
-    )
-    weights, momentum = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    config = {"every": 2, "outer": "nesterov", "outer_lr": 0.6, "outer_momentum": 0.8}
+    found = run_ranks(_outer_steps, 3, config, drifts)
+    weights, momentum = torch.zeros(2, 7, dtype=torch.float64)
     for first in (0, 2, 4):
         change = -torch.stack([*drifts[first], *drifts[first + 1]]).double().sum(0) / 3
         momentum = 0.8 * momentum + change
@@ -206,12 +210,10 @@ def test_another_number_of_workers_begins_with_the_mean(tmp_path: Path) -> None:
     workers = {name: of_each_worker(middle, name) for name in stored(middle).tensors if name.startswith("model.")}
     assert all(len(each) == 4 and not torch.equal(each[0], each[1]) for each in workers.values())
     mean = {name: torch.stack(each).double().mean(0).float() for name, each in workers.items()}
-    for step, (ranks, words) in enumerate(
-        ((2, mesh(worker=2)), (4, mesh(worker=4)), (2, [*mesh(dp_shard=2), "--plugins.local_steps.enabled", "false"])),
-        2,
-    ):
-        train_job(tmp_path, ranks, *words, *same, *still, "--train.steps", str(2 * step), name="again")
-        found = saved_tensors(tmp_path / "again" / "checkpoints" / f"step-{2 * step:08}")
+    alone = [*mesh(dp_shard=2), "--plugins.local_steps.enabled", "false"]
+    for step, ranks, words in ((4, 2, mesh(worker=2)), (6, 4, mesh(worker=4)), (8, 2, alone)):
+        train_job(tmp_path, ranks, *words, *same, *still, "--train.steps", str(step), name="again")
+        found = saved_tensors(tmp_path / "again" / "checkpoints" / f"step-{step:08}")
         for name in mean:
             torch.testing.assert_close(found[name], mean[name], rtol=1e-6, atol=1e-7, msg=name)
     said = (tmp_path / "again" / "logs" / "rank-0.log").read_text()
@@ -228,32 +230,27 @@ def test_mean_of_the_workers_is_what_commands_use(tmp_path: Path) -> None:
     assert stored(middle).tensors["model.norm.weight"].stacked
     done = run_titan(["convert", "--from", run, "--output", str(tmp_path / "dcp"), "--format", "dcp"], tmp_path)
     assert done.returncode == 0, done.stderr
-    losses = []
-    for path in (run, str(tmp_path / "dcp")):
-        done = run_titan(["eval", "--checkpoint", path, *text, "--json"], tmp_path)
-        assert done.returncode == 0, done.stderr
-        losses.append(json.loads(done.stdout)["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    evals = [
+        run_titan(["eval", "--checkpoint", path, *text, "--json"], tmp_path) for path in (run, str(tmp_path / "dcp"))
+    ]
+    assert [done.returncode for done in evals] == [0, 0], [done.stderr for done in evals]
+    first, second = (json.loads(done.stdout)["loss"] for done in evals)
+    assert first == pytest.approx(second, rel=1e-6)
 
 
 def test_a_nan_of_one_worker_skips_its_update_alone(tmp_path: Path) -> None:
     """The worker goes on from its next batch; too many in a row on one worker end the run, on all ranks alike."""
     words = [*mesh(worker=2), *local(4), *inject_nan(2, rank=1), "--train.steps", "4"]
     found = train_job(tmp_path, 2, *words, *SKIP)
-    assert [found.rows[step]["skipped_updates"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    assert [found.rows[step]["valid_tokens"] for step in (1, 2, 3, 4)] == [128, 192, 320, 448]
+    assert_one_update_skipped(found)
     assert found.rows[2]["grad_norm_worker_1"] is None and found.rows[2]["grad_norm_worker_0"] is not None
-    assert all(weight.isfinite().all() for weight in found.weights.values())
     with pytest.raises(RankError, match=r"step 2 gave loss .* its update was skipped"):
         train_job(tmp_path, 2, *words, name="stopped")
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        (local(4, fragments=5), "fragments = 5: at most one per step and per layer, so 2"),
-        (local(0), "every"),
-    ],
+    [(local(4, fragments=5), "fragments = 5: at most one per step and per layer, so 2"), (local(0), "every")],
 )
 def test_what_cannot_work_is_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

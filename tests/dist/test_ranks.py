@@ -61,30 +61,13 @@ def test_options_that_a_caller_chose_stay() -> None:
     assert run_ranks(_chosen, 1, init=False) == [3]
 
 
-def _sockets() -> int:
-    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _open(number)]
-    return sum(name.startswith("socket:") for name in names)
-
-
-def _open(number: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{number}")
-
-
 def _connections(eager: bool) -> int:
     """Sockets of a rank once it has joined, made the groups of a mesh and of checkpoints, and used all of them."""
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     if eager:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    before = _sockets()
-    _enter()
-    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
-    checkpoints = Ranks(dist.get_rank(), dist.get_world_size())
-    number = torch.ones(1)
-    for group in (dist.group.WORLD, *cube.get_all_groups()):
-        dist.all_reduce(number, group=group)
-    assert checkpoints.gather(dist.get_rank()) == list(range(8))
-    assert checkpoints.first(lambda: "agreed") == "agreed"
-    found = _sockets() - before
+    stores: list[Any] = []
+    found = sockets._used("gloo", stores)["sockets"]
     dist.barrier()
     return found
 
@@ -122,7 +105,7 @@ def test_ranks_connect_to_those_they_exchange_data_with() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
 def test_the_formulas_of_the_docs_are_what_ranks_hold() -> None:
     """docs/hpc.md, "Thousands of ranks", and its figures at 8 ranks; the counts are those of rank 0, the largest."""
-    run_ranks(_sockets, 1, init=False)  # starts the fork server, which is one for all, as tests need it
+    run_ranks(sockets._held, 1, init=False)  # starts the fork server, which is one for all, as tests need it
     ranks, axes = 8, 3
     found = sockets.measure(ranks)
     gpus, after, before = found["after_on_gpus"], found["after"], found["before"]
@@ -134,12 +117,7 @@ def test_the_formulas_of_the_docs_are_what_ranks_hold() -> None:
         assert f"| {kind} | {' | '.join(str(count) for count in row.values())} |" in docs
 
 
-def _held() -> tuple[int, int]:
-    """Descriptors and threads of this rank."""
-    return sum(_open(number) for number in os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
+def _mesh_like_a_gpu(device: str) -> tuple[list[str], dict[str, int]]:
     """The backend of each group of a mesh's axes, and the descriptors and threads that came with them.
 
     On "cuda" the fake backend stands in for NCCL, and the CPU for the GPU. The mesh has an axis of all ranks.
@@ -154,16 +132,14 @@ def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
     mesh.init_device_mesh, mesh.ON_GPUS = faked, "fake"  # type: ignore[assignment]
     _enter()
     dist.barrier()  # so that its connections are there
-    before = _held()
-    axes = [
-        Axis(name=name, data="dealt", weights="copies", topology_order=place, doc="")
-        for place, name in enumerate("abc")
-    ]
+    before = sockets._held()
+    facts = {"data": "dealt", "weights": "copies", "doc": ""}
+    axes = [Axis(name=name, topology_order=place, **facts) for place, name in enumerate("abc")]  # type: ignore[arg-type]
     groups = []
     for degrees in ({"a": 2, "b": 2, "c": 2}, {"a": 8, "b": 1, "c": 1}):
         layout, _ = lay_out(axes, degrees, 8)
         groups += [group for _, group in mesh.Mesh(layout, torch.device(device), dist.get_rank()).groups()]
-    held = [now - then for now, then in zip(_held(), before, strict=True)]
+    held = {what: count - before[what] for what, count in sockets._held().items()}
     dist.barrier()
     return [dist.get_backend(group) for group in groups], held
 
@@ -173,8 +149,8 @@ def test_groups_of_a_mesh_on_gpus_have_no_gloo() -> None:
     """Each gloo group holds descriptors and two threads per rank, also when it is never used."""
     on_gpus, on_cpus = (run_ranks(_mesh_like_a_gpu, 8, device, init=False)[7] for device in ("cuda", "cpu"))
     assert on_gpus[0] == ["fake"] * 3 + ["gloo"] and on_cpus[0] == ["gloo"] * 4
-    assert on_gpus[1][1] == 0 and on_cpus[1][1] == 3 * 2, "threads"
-    assert on_cpus[1][0] - on_gpus[1][0] >= 3 * 4, "descriptors"
+    assert on_gpus[1]["threads"] == 0 and on_cpus[1]["threads"] == 3 * 2
+    assert on_cpus[1]["descriptors"] - on_gpus[1]["descriptors"] >= 3 * 4
 
 
 def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

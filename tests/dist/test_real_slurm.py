@@ -17,6 +17,7 @@ from tests import real_slurm
 from tests.real_slurm import NODES, Job, ask, missing, processes, until
 from tests.signals import TEN
 from tests.signals import job as arguments
+from tests.slurm import executable
 from titan.testing.jobs import LOSS_RTOL, train_job
 
 pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -179,8 +180,7 @@ exec {python} "$@"
 def test_a_signal_while_nodes_meet(signal: str, tmp_path: Path, whole: list[float]) -> None:
     """It reaches the first node while it waits, and the other one before Python runs."""
     python, gate = tmp_path / "python", tmp_path / "gate"
-    python.write_text(LATE.format(folder=tmp_path, python=sys.executable))
-    python.chmod(0o755)
+    executable(python, LATE.format(folder=tmp_path, python=sys.executable))
     os.mkfifo(gate)
     words = arguments(tmp_path, *TWO)
     job = real_slurm.submit(tmp_path, *FEWER, LAUNCHERS, *words, **{**VARIABLES, "TITAN_PYTHON": str(python)})

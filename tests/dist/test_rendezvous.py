@@ -8,17 +8,20 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.commands import free_port
+from tests.slurm import executable
 from titan.errors import ConfigError, TitanError
 from titan.ranks import launcher
 from titan.ranks.meeting import rendezvous, signals, store
 from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.rendezvous import Nodes, meet
 from titan.ranks.meeting.same_job import APART, Statement
 from titan.testing.ranks import run_ranks as in_a_fresh_process
 
@@ -27,20 +30,43 @@ OURS = Statement(JOB, {"model llama": "1f"}, {"torch": "2.13.0", "numpy": "2.4.6
 ADVICE = "; start all nodes with the same config, options and software"
 
 
-def _met(place: LaunchEnv) -> tuple[threading.Thread, list[object]]:
-    """Node 0 in a thread: what it heard from each of the others after they had met, or its error."""
-    heard: list[object] = []
+class Meeting:
+    """Node 0 in a thread, at a free port; what it hears from each of the others once they have met, or its error."""
 
-    def gather() -> None:
+    def __init__(self, nodes: int = 2) -> None:
+        self.nodes, self.port = nodes, free_port()
+        self._heard: list[object] = []
+        self._thread = threading.Thread(target=self._gather)
+        self._thread.start()
+
+    def _gather(self) -> None:
         try:
-            with rendezvous.meet(place, OURS, 60.0) as others:
-                heard.extend(others.hear(node) for node in sorted(others.links))
+            with meet(LaunchEnv(self.nodes, 0, 4, LOCAL, self.port), OURS, 60.0) as others:
+                self._heard += [others.hear(node) for node in sorted(others.links)]
         except TitanError as error:
-            heard.append(str(error))
+            self._heard.append(str(error))
 
-    thread = threading.Thread(target=gather)
-    thread.start()
-    return thread, heard
+    @property
+    def heard(self) -> list[object]:
+        """Waits until it has ended."""
+        self._thread.join()
+        return self._heard
+
+    def joined(self, node: int, ranks: int = 4, nodes: int = 0, **theirs: Any) -> AbstractContextManager[Nodes]:
+        """By a node that states our job, but for what `theirs` changes in it."""
+        return meet(LaunchEnv(nodes or self.nodes, node, ranks, LOCAL, self.port), replace(OURS, **theirs), 20.0)
+
+    def assert_met(self, **theirs: Any) -> None:
+        """By node 1."""
+        with self.joined(1, **theirs) as others:
+            others.tell({"ended": []})
+            assert self.heard == [{"ended": []}]
+
+    def refused(self, **theirs: Any) -> str:
+        """What node 1 is told."""
+        with pytest.raises(ConfigError) as error:
+            self.joined(1, **theirs).__enter__()
+        return str(error.value)
 
 
 def _call(port: int, data: bytes = b"") -> socket.socket:
@@ -83,16 +109,13 @@ STRANGERS = {
 
 def test_strangers_end_nothing_and_keep_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     """All call before the other node does, half of them stay, and they are said once."""
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    callers = [_call(port, data) for data in STRANGERS.values()]
+    meeting = Meeting()
+    callers = [_call(meeting.port, data) for data in STRANGERS.values()]
     began = time.monotonic()
     for caller in callers[::2]:
         caller.close()
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS, 20.0) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}] and time.monotonic() - began < rendezvous.HELLO_S / 2
+    meeting.assert_met()
+    assert time.monotonic() - began < rendezvous.HELLO_S / 2
     for caller in callers:
         caller.close()
     lines = [line for line in capfd.readouterr().err.splitlines() if "ignored" in line]
@@ -101,116 +124,79 @@ def test_strangers_end_nothing_and_keep_nobody(capfd: pytest.CaptureFixture[str]
 
 def test_a_caller_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "HELLO_S", 0.1)
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    with _call(port) as caller:
+    meeting = Meeting()
+    with _call(meeting.port) as caller:
         caller.settimeout(20.0)
         assert caller.recv(1) == b"", "the connection is closed"
     monkeypatch.setattr(rendezvous, "HELLO_S", 10.0)
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}]
+    meeting.assert_met()
 
 
 def test_a_node_that_is_gone() -> None:
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS):
+    meeting = Meeting()
+    with meeting.joined(1):
         pass
-    thread.join()
-    assert heard == ["the launcher of node 1 no longer responds"]
+    assert meeting.heard == ["the launcher of node 1 no longer responds"]
 
 
 def test_a_node_that_leaves_before_all_have_come_is_waited_for_again(capfd: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    thread, heard = _met(LaunchEnv(3, 0, 4, LOCAL, port))
-    with rendezvous.meet(LaunchEnv(3, 1, 4, LOCAL, port), OURS):
+    meeting = Meeting(3)
+    with meeting.joined(1):
         pass
-    places = (LaunchEnv(3, node, 4, LOCAL, port) for node in (1, 2))
-    with rendezvous.meet(next(places), OURS) as one, rendezvous.meet(next(places), OURS) as two:
+    with meeting.joined(1) as one, meeting.joined(2) as two:
         one.tell({"ended": [1]})
         two.tell({"ended": [2]})
-        thread.join()
-    assert heard == [{"ended": [1]}, {"ended": [2]}]
+        assert meeting.heard == [{"ended": [1]}, {"ended": [2]}]
     assert "node 1 has left; waiting for it again" in capfd.readouterr().err
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def _refused(port: int, place: LaunchEnv, theirs: Statement) -> str:
-    with pytest.raises(ConfigError) as error:
-        rendezvous.meet(place, theirs).__enter__()
-    return str(error.value)
-
-
-MISFITS = {
-    "NNODES": (LaunchEnv(3, 1, 4, LOCAL, 0), OURS, "environment: NNODES = 3 on node 1, but 2 on node 0"),
-    "NPROC": (LaunchEnv(2, 1, 8, LOCAL, 0), OURS, "environment: NPROC = 8 on node 1, but 4 on node 0"),
-    "a key": (
-        LaunchEnv(2, 1, 4, LOCAL, 0), Statement({**JOB, "optimizer": {"lr": 0.2}}, OURS.plugins, OURS.versions),
-        f"optimizer.lr = 0.2 on node 1, but 0.1 on node 0{ADVICE}",
-    ),
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "NNODES": ({"nodes": 3}, "environment: NNODES = 3 on node 1, but 2 on node 0"),
+    "NPROC": ({"ranks": 8}, "environment: NPROC = 8 on node 1, but 4 on node 0"),
+    "a key": ({"job": {**JOB, "optimizer": {"lr": 0.2}}}, f"optimizer.lr = 0.2 on node 1, but 0.1 on node 0{ADVICE}"),
     "two keys": (
-        LaunchEnv(2, 1, 4, LOCAL, 0), Statement({"run": {**JOB["run"], "seed": 3}}, OURS.plugins, OURS.versions),
+        {"job": {"run": {**JOB["run"], "seed": 3}}},
         f"run.seed = 3 on node 1, but not set on node 0\noptimizer.lr = not set on node 1, but 0.1 on node 0{ADVICE}",
     ),
     "a plugin": (
-        LaunchEnv(2, 1, 4, LOCAL, 0), Statement(JOB, {"model llama": "2f"}, OURS.versions),
+        {"plugins": {"model llama": "2f"}},
         f"model llama: its files have the hash 2f on node 1, but 1f on node 0{ADVICE}",
     ),
-    "PyTorch": (
-        LaunchEnv(2, 1, 4, LOCAL, 0), Statement(JOB, OURS.plugins, {"torch": "2.11.0", "numpy": "2.4.6"}),
-        f"PyTorch 2.11.0 on node 1, but 2.13.0 on node 0{ADVICE}",
-    ),
-}  # fmt: skip
+    "PyTorch": ({"versions": {"torch": "2.11.0"}}, f"PyTorch 2.11.0 on node 1, but 2.13.0 on node 0{ADVICE}"),
+}
 
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_nodes_that_do_not_fit_are_refused_on_both(name: str) -> None:
-    place, theirs, said = MISFITS[name]
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    assert _refused(port, LaunchEnv(place.nodes, place.node, place.ranks, LOCAL, port), theirs) == said
-    thread.join()
-    assert heard == [said]
+    (theirs, said), meeting = MISFITS[name], Meeting()
+    assert meeting.refused(**theirs) == said
+    assert meeting.heard == [said]
 
 
 def test_two_nodes_of_one_number_end_the_run_on_all_nodes() -> None:
-    port = free_port()
-    thread, heard = _met(LaunchEnv(3, 0, 4, LOCAL, port))
-    with rendezvous.meet(LaunchEnv(3, 1, 4, LOCAL, port), OURS) as others:
-        said = _refused(port, LaunchEnv(3, 1, 4, LOCAL, port), OURS)
-        thread.join()
+    meeting = Meeting(3)
+    with meeting.joined(1) as others:
+        said = meeting.refused()
+        assert meeting.heard == [said]
         assert others.hear(0) == {"end": 2}
-    assert heard == [said] == ["environment: NODE_RANK = 1 is set on two nodes; each node needs its own"]
+    assert said == "environment: NODE_RANK = 1 is set on two nodes; each node needs its own"
 
 
 def test_a_launcher_of_another_run_is_refused_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    theirs = Statement({**JOB, "run": {"dir": "/runs", "name": "b"}}, OURS.plugins, OURS.versions)
-    said = _refused(port, LaunchEnv(2, 1, 4, LOCAL, port), theirs).splitlines()
-    where = f"{LOCAL}:{port}"
-    why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; {APART}"
+    meeting = Meeting()
+    said = meeting.refused(job={**JOB, "run": {"dir": "/runs", "name": "b"}}).splitlines()
+    why = f"another run waits at MASTER_ADDR and MASTER_PORT, {LOCAL}:{meeting.port}; {APART}"
     assert said == [why, "run.name = 'b' on node 1, but 'a' on node 0"]
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}]
+    meeting.assert_met()
     refused = f"warning: refused node 1 of another run, at {LOCAL} (run.name = 'b' on node 1, but 'a' on node 0)"
     assert refused in capfd.readouterr().err.splitlines()
 
 
 def test_other_versions_are_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    theirs = Statement(JOB, OURS.plugins, {"torch": "2.13.1", "numpy": "2.4.6", "torchao": "0.18"})
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), theirs) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}]
+    Meeting().assert_met(versions={"torch": "2.13.1", "numpy": "2.4.6", "torchao": "0.18"})
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert lines == [
         "warning: torch is 2.13.1 on node 1, but 2.13.0 on node 0",
@@ -225,15 +211,15 @@ def test_a_port_that_is_taken() -> None:
     with rendezvous.listen(0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: Address already in use"):
-            rendezvous.meet(LaunchEnv(2, 0, 1, LOCAL, port), OURS).__enter__()
+            meet(LaunchEnv(2, 0, 1, LOCAL, port), OURS).__enter__()
 
 
 def test_nodes_that_do_not_come() -> None:
     place = LaunchEnv(3, 0, 1, LOCAL, free_port())
     with pytest.raises(rendezvous.NodeLostError, match=r"nodes \[1, 2\] did not connect within 0.5 s"):
-        rendezvous.meet(place, OURS, 0.5).__enter__()
+        meet(place, OURS, 0.5).__enter__()
     with pytest.raises(rendezvous.NodeLostError, match=r"node 0 did not answer at .* within 0.5 s .*check MASTER_ADDR"):
-        rendezvous.meet(LaunchEnv(3, 1, 1, LOCAL, place.port), OURS, 0.5).__enter__()
+        meet(LaunchEnv(3, 1, 1, LOCAL, place.port), OURS, 0.5).__enter__()
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -241,7 +227,7 @@ def test_a_host_name_that_does_not_resolve(node: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.5)
     said = "MASTER_ADDR = no.such.host.invalid: this host could not resolve that name within 0.5 s"
     with pytest.raises(ConfigError, match=said):
-        rendezvous.meet(LaunchEnv(2, node, 1, "no.such.host.invalid", free_port()), OURS).__enter__()
+        meet(LaunchEnv(2, node, 1, "no.such.host.invalid", free_port()), OURS).__enter__()
 
 
 @contextmanager
@@ -250,14 +236,9 @@ def _listening(answer: bytes) -> Iterator[int]:
     with socket.create_server((LOCAL, 0)) as server:
 
         def serve() -> None:
-            callers = []
-            try:
+            with suppress(OSError), ExitStack() as callers:
                 while True:
-                    callers.append(server.accept()[0])
-                    callers[-1].sendall(answer)
-            except OSError:
-                for caller in callers:
-                    caller.close()
+                    callers.enter_context(server.accept()[0]).sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -274,7 +255,7 @@ def test_what_listens_is_no_launcher(answer: bytes, monkeypatch: pytest.MonkeyPa
     with _listening(answer) as port:
         said = f"MASTER_ADDR = {LOCAL}, MASTER_PORT = {port}: what listens there is no launcher of titan"
         with pytest.raises(ConfigError, match=said):
-            rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port), OURS).__enter__()
+            meet(LaunchEnv(2, 1, 1, LOCAL, port), OURS).__enter__()
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["", "http"])
@@ -293,8 +274,7 @@ def test_what_listens_is_no_store(answer: bytes, monkeypatch: pytest.MonkeyPatch
 
 def _waits_for_nodes(node: int, number: int, folder: Path) -> tuple[int, str]:
     """A launcher that is sent a signal while it waits, in a job of Slurm's; what it asked Slurm for."""
-    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
-    (folder / "scontrol").chmod(0o755)
+    executable(folder / "scontrol", f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
     os.environ.update(PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="41")
     before = rendezvous.say
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,25 +17,23 @@ from titan import launch as command
 from titan.config import load_job
 from titan.ranks import launcher, process
 from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
-from titan.ranks.rank_processes import Entry, RankProcesses
+from titan.ranks.rank_processes import RankProcesses
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks as in_a_fresh_process
 
 
-def _children(entry: Entry, ranks: int) -> RankProcesses:
-    return RankProcesses(entry, [], LaunchEnv(1, 0, ranks, LOCAL, 0), fork=True)
+def _lives(folder: Path) -> int:
+    """Those of this rank, with this one, which is noted."""
+    with (folder / os.environ["RANK"]).open("a") as lives:
+        lives.write("x")
+        return lives.tell()
 
 
-# --- starting again -----------------------------------------------------------------------------------------------
-
-
-def _dies_twice(argv: list[str]) -> int:
+def _dies_twice(folder: Path, argv: list[str]) -> int:
     """Rank 1 is killed in the first two lives of the ranks, which meet in each."""
     dist.init_process_group("gloo")
     dist.barrier()
-    lives = Path(os.environ["LIVES"], os.environ["RANK"])
-    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
-    if os.environ["RANK"] == "1" and len(lives.read_text()) < 3:
+    if _lives(folder) < 3 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         dist.barrier()
@@ -42,9 +42,10 @@ def _dies_twice(argv: list[str]) -> int:
     return 0
 
 
-def _led(entry: Entry, folder: Path, ranks: int, restarts: int) -> tuple[int, str]:
-    os.environ["LIVES"] = str(folder)
-    code = launcher._lead(_children(entry, ranks), restarts, Path("logs"))
+def _led(entry: Callable[..., int], folder: Path, ranks: int, restarts: int) -> tuple[int, str]:
+    """The exit code, and an x for each life of each rank."""
+    processes = RankProcesses(partial(entry, folder), [], LaunchEnv(1, 0, ranks, LOCAL, 0), fork=True)
+    code = launcher._lead(processes, restarts, Path("logs"))
     return code, "".join(path.read_text() + " " for path in sorted(folder.iterdir()))
 
 
@@ -61,10 +62,8 @@ def test_a_failed_run_starts_all_ranks_again(
     assert [line for line in said if line in (died, *again)] == [died, again[0], died, again[1]][:lines]
 
 
-def _lives_once(argv: list[str]) -> int:
-    lives = Path(os.environ["LIVES"], os.environ["RANK"])
-    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
-    how = os.environ["HOW"]
+def _lives_once(how: str, folder: Path, argv: list[str]) -> int:
+    _lives(folder)
     if how.isdecimal():
         return int(how)
     os.kill(os.getppid(), signal.Signals[how])
@@ -77,20 +76,16 @@ def _lives_once(argv: list[str]) -> int:
 
 @pytest.mark.parametrize(("how", "code"), [("0", 0), ("75", 75), ("2", 2), ("SIGINT", 1)])
 def test_what_is_not_started_again(how: str, code: int, tmp_path: Path) -> None:
-    assert in_a_fresh_process(_led_how, 1, how, tmp_path, init=False) == [(code, "x ")]
-
-
-def _led_how(how: str, folder: Path) -> tuple[int, str]:
-    os.environ["HOW"] = how
-    return _led(_lives_once, folder, 1, 3)
+    entry = partial(_lives_once, how)
+    assert in_a_fresh_process(_led, 1, entry, tmp_path, 1, 3, init=False) == [(code, "x ")]
 
 
 def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        launcher, "start", lambda train, words, place, job, restarts, *_, **__: 40 + 10 * place.world_size + restarts
+        launcher, "start", lambda train, words, place, job, restarts, *_, **__: 10 * place.world_size + restarts
     )
     monkeypatch.setattr(os, "environ", {"NPROC": "1", "MAX_RESTARTS": "3"})
-    assert command.main([]) == 53
+    assert command.main([]) == 13
 
 
 def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,9 +144,6 @@ def _store_of_a_third_life(folder: str) -> bool:
 def test_ranks_that_torchrun_starts_again_do_not_meet_the_dead(tmp_path: Path) -> None:
     """Its store is the same for all lives; ours is a new one each time."""
     assert in_a_fresh_process(_store_of_a_third_life, 1, str(tmp_path), init=False) == [True]
-
-
-# --- several nodes --------------------------------------------------------------------------------------------------
 
 
 def test_two_nodes_start_again_together(tmp_path: Path) -> None:

@@ -58,10 +58,8 @@ def _log(folder: Path, rank: int) -> str:
 def test_a_hung_checkpoint_shows_every_rank(
     operation: str, asynchronous: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = _words(
-        tmp_path, "--checkpoint.enabled", "true", "--checkpoint.every", "2", "--checkpoint.async", asynchronous,
-        "--train.steps", "2",
-    )  # fmt: skip
+    saving = ("--checkpoint.enabled", "true", "--checkpoint.every", "2", "--checkpoint.async", asynchronous)
+    words = _words(tmp_path, *saving, "--train.steps", "2")
     if operation == "read":
         run_ranks(run_job, 2, str(tmp_path), words, str(LLAMA), init=False)
     words += ["--comm.checkpoint_timeout_s", "2", "--train.steps", "9"]
@@ -69,10 +67,10 @@ def test_a_hung_checkpoint_shows_every_rank(
         run_ranks(_with_a_hung_disk, 2, operation, tmp_path, words, init=False)
     printed = capfd.readouterr().out
     for rank in range(2):
-        log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
-        for text in (printed, log.read_text()):
-            assert f"the stacks of rank {rank} follow, and are in {log}" in text, text
-        assert said in log.read_text() and "took longer than 2 s ([comm] checkpoint_timeout_s)" in log.read_text()
+        log = _log(tmp_path, rank)
+        for text in (printed, log):
+            assert f"the stacks of rank {rank} follow, and are in {tmp_path}/run/logs/rank-{rank}.log" in text, text
+        assert said in log and "took longer than 2 s ([comm] checkpoint_timeout_s)" in log
     assert "in _hung_disk" in _log(tmp_path, 1) and "in _hung_disk" not in _log(tmp_path, 0)
     assert f"in {operation}" in _log(tmp_path, 0), "rank 0 waits for the other in the middle of it"
 
@@ -113,13 +111,16 @@ def _launched(argv: list[str]) -> int:
     return launcher.start(main, argv, LaunchEnv(1, 0, 2, LOCAL, 0), Statement())
 
 
+def _printed_by_a_failure(folder: Path, plugin: str, capfd: pytest.CaptureFixture[str], *more: str) -> str:
+    """What a launcher and its two ranks print, of which a test's plugin ends one."""
+    place = ("--config", str(LLAMA), "--run.dir", str(folder), "--data.cache", f"{folder}/cache")
+    own = ("--plugins.path", str(TEST_PLUGINS / f"{plugin}.py"), f"--plugins.{plugin}.enabled", "true")
+    assert run_ranks(_launched, 1, _words(folder, *place, *own, *more), init=False) == [EXIT_FAILED]
+    return capfd.readouterr().out
+
+
 def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = _words(
-        tmp_path, "--config", str(LLAMA), "--run.dir", str(tmp_path), "--data.cache", f"{tmp_path}/cache",
-        "--plugins.path", str(TEST_PLUGINS), "--plugins.hang.enabled", "true", "--comm.timeout_s", "2",
-    )  # fmt: skip
-    assert run_ranks(_launched, 1, argv, init=False) == [EXIT_FAILED]
-    printed = capfd.readouterr().out
+    printed = _printed_by_a_failure(tmp_path, "hang", capfd, "--comm.timeout_s", "2")
     assert "Timed out waiting 2000ms" in printed
     hung = printed.partition("rank 1 did not exit within 0.5 s of another rank's failure; killing it. Stacks:")[2]
     assert "in _wait_for_nobody" in hung and "in before_step" in hung, printed
@@ -131,15 +132,10 @@ def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_the_rank_that_failed_first_is_shown_and_its_peers_say_whom_they_miss(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = _words(
-        tmp_path, "--config", str(LLAMA), "--run.dir", str(tmp_path), "--data.cache", f"{tmp_path}/cache",
-        "--plugins.path", str(TEST_PLUGINS / "raise_in_hook.py"), "--plugins.raise_in_hook.enabled", "true",
-    )  # fmt: skip
-    assert run_ranks(_launched, 1, argv, init=False) == [EXIT_FAILED]
-    printed, logs = capfd.readouterr().out, tmp_path / "run" / "logs"
+    printed = _printed_by_a_failure(tmp_path, "raise_in_hook", capfd)
     first = printed.partition("rank 1 failed:\nTraceback (most recent call last):")[2].partition("rank 0")[0]
     assert "raise_in_hook.py" in first and first.rstrip().endswith("ValueError: thrown in a hook"), printed
-    assert f"rank 0 cannot continue without rank 1; its own stack trace is in {logs / 'rank-0.log'}" in printed
+    assert f"rank 0 cannot continue without rank 1; its own stack trace is in {tmp_path}/run/logs/rank-0.log" in printed
     assert printed.count("Traceback") == 1 and not re.search(LOST, printed), printed
     assert "error: rank 1 failed with exit code 1" in printed
     assert "ValueError: thrown in a hook" in _log(tmp_path, 1) and re.search(LOST, _log(tmp_path, 0))
@@ -160,13 +156,8 @@ def _one_stays_away(logs: Path) -> None:
 def test_the_flight_recording_names_who_stayed_away(tmp_path: Path) -> None:
     run_ranks(_one_stays_away, 2, tmp_path, init=False)
     reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks"]
-    done = subprocess.run(
-        [*reader, "--prefix", "flight-gloo-rank-", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
+    reader += ["--prefix", "flight-gloo-rank-", str(tmp_path)]
+    done = subprocess.run(reader, capture_output=True, text=True, check=True, timeout=100)
     told = done.stdout + done.stderr
     assert "collective: gloo:barrier" in told and "missing ranks: {1}" in told and "_one_stays_away" in told, told
 
@@ -180,11 +171,8 @@ def _nccl_environment(logs: Path) -> tuple[dict[str, str], str]:
 
 def test_nccl_is_told_where_to_write(tmp_path: Path) -> None:
     [(told, recorder)] = run_ranks(_nccl_environment, 1, tmp_path, init=False)
-    assert told == {
-        "TORCH_FR_BUFFER_SIZE": "7",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-nccl-rank-",
-    }
+    own = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-nccl-rank-"}
+    assert told == {"TORCH_FR_BUFFER_SIZE": "7", **own}
     assert f"to {tmp_path}/flight-nccl-rank-N when" in recorder and "torchfrtrace" in recorder
 
 

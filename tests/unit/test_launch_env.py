@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.slurm import executable
 from titan import launch
 from titan.errors import ConfigError
 from titan.ranks import process
 from titan.ranks.meeting.launch_env import (
+    LOCAL,
     LaunchEnv,
     drop_rank_variables,
     find_place,
@@ -22,9 +24,8 @@ from titan.ranks.meeting.launch_env import (
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
     """An environment with a `scontrol` that knows a node list and single nodes."""
-    tool = folder / "scontrol"
-    tool.write_text('#!/bin/sh\ncase "$3" in "n[7-8]") printf "n7\\nn8\\n" ;; n?) echo "$3" ;; *) exit 1 ;; esac\n')
-    tool.chmod(0o755)
+    cases = '"n[7-8]") printf "n7\\nn8\\n" ;; n?) echo "$3" ;; *) exit 1 ;;'
+    executable(folder / "scontrol", f'#!/bin/sh\ncase "$3" in {cases} esac\n')
     return {"PATH": f"{folder}:/usr/bin:/bin", **env}
 
 
@@ -36,18 +37,25 @@ def _step(nodes: int, tasks: int, listed: str = "n[7-8]") -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_one_node_needs_no_meeting_point() -> None:
-    assert find_place({"NPROC": "4", "MASTER_PORT": "1234"}) == LaunchEnv(1, 0, 4, "127.0.0.1", 0)
-
-
 def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 0)
     assert find_place({}).world_size == 1
 
 
-def test_default_is_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_needs_no_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor srun, in a batch script of one task, and where the user says so. A rank per GPU is the default."""
     monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 8)
-    assert find_place({"NPROC": ""}).ranks == 8
+    for env, ranks in (
+        ({"NPROC": "4", "MASTER_PORT": "1234"}, 4),
+        ({"NPROC": ""}, 8),
+        ({"NPROC_PER_NODE": "3"}, 3),
+        ({"NPROC": "2", "NPROC_PER_NODE": "8"}, 2),
+        ({"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 8),
+        ({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "NPROC": "8"}, 8),
+        ({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "NPROC": "8"}, 8),
+        ({"SLURM_NNODES": "2", "SLURM_PROCID": "0", "NNODES": "1"}, 8),
+    ):
+        assert find_place(env) == LaunchEnv(1, 0, ranks, LOCAL, 0), env
 
 
 def test_several_nodes_and_the_environment_of_a_rank() -> None:
@@ -62,15 +70,15 @@ def test_several_nodes_and_the_environment_of_a_rank() -> None:
 
 def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
     env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="1", SLURM_JOB_ID="41", **_step(nodes=2, tasks=2))
+    assert rank_environment({**env, "NPROC": "", "SLURM_PROCID": "1"}) is None
     assert find_place(env) == LaunchEnv(2, 1, 2, "n7", 20041)
     assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == LaunchEnv(2, 1, 2, "n9", 7)
 
 
 def test_a_step_of_another_job_is_not_this_ones(tmp_path: Path) -> None:
     """sbatch hands on the variables of the step that it was called in."""
-    batch = {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n[7-8]"}
     inherited = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n9"}
-    env = _slurm(tmp_path, **batch, **inherited)
+    env = _slurm(tmp_path, SLURM_PROCID="0", **(_step(nodes=2, tasks=8) | inherited))
     assert rank_environment(env) is None
     with pytest.raises(ConfigError, match="SLURM_NNODES = 2, but srun did not start this process"):
         find_place(env)
@@ -84,18 +92,11 @@ def test_own_variables_win_over_slurms(tmp_path: Path) -> None:
 
 
 def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
-    env = _slurm(
-        tmp_path, SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_JOB_ID="9000",
-        **_step(nodes=2, tasks=8),
-    )  # fmt: skip
-    assert rank_environment(env) == {
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "9000"}
+    assert rank_environment(_slurm(tmp_path, **task, **_step(nodes=2, tasks=8))) == {
         "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "n7", "MASTER_PORT": "20000",
     }  # fmt: skip
-
-
-def test_srun_with_one_task_a_node_is_no_rank() -> None:
-    assert rank_environment({"SLURM_PROCID": "1", **_step(nodes=2, tasks=2)}) is None
 
 
 def test_a_step_of_one_task_is_alone_in_a_job_of_many() -> None:
@@ -103,7 +104,7 @@ def test_a_step_of_one_task_is_alone_in_a_job_of_many() -> None:
     env = {"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "NPROC": "4"}
     step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
     assert rank_environment({**env, **step}) is None
-    assert find_place({**env, **step}) == LaunchEnv(1, 0, 4, "127.0.0.1", 0)
+    assert find_place({**env, **step}) == LaunchEnv(1, 0, 4, LOCAL, 0)
 
 
 @pytest.mark.parametrize(
@@ -122,22 +123,10 @@ def test_a_process_that_srun_did_not_start_is_no_rank(env: Mapping[str, str], he
         find_place(env)
 
 
-def test_what_needs_no_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch script of one task, and what a user says."""
-    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 8)
-    alone = LaunchEnv(1, 0, 8, "127.0.0.1", 0)
-    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == alone
-    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "NPROC": "8"}) == alone
-    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "NPROC": "8"}) == alone
-    assert find_place({"SLURM_NNODES": "2", "SLURM_PROCID": "0", "NNODES": "1"}) == alone
-
-
-def test_nproc_starts_ranks_inside_an_allocation_of_many_tasks() -> None:
-    assert rank_environment({"NPROC": "8", "SLURM_PROCID": "0", **_step(nodes=1, tasks=8)}) is None
-
-
 def test_a_rank_of_torchrun_lacks_nothing() -> None:
     assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", **_step(nodes=1, tasks=9)}) == {}
+    own = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1"}
+    assert rank_environment({**pod(1, "8"), **own, "TORCHELASTIC_RUN_ID": "none"}) == {}, "in a pod"
 
 
 def test_restarts_are_none_unless_asked_for() -> None:
@@ -146,16 +135,15 @@ def test_restarts_are_none_unless_asked_for() -> None:
         max_restarts({"MAX_RESTARTS": "-1"})
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "use --max-restarts of torchrun"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "use --ntasks-per-node 1"),
-    ],
-)
-def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"MAX_RESTARTS = 2: .*{message}"):
-        rank_environment({**env, "MAX_RESTARTS": "2"})
+def test_restarts_where_somebody_else_starts_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"MAX_RESTARTS = 2: .*use --max-restarts of torchrun"):
+        rank_environment({"RANK": "1", "WORLD_SIZE": "2", "MAX_RESTARTS": "2"})
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}
+    with pytest.raises(ConfigError, match=r"MAX_RESTARTS = 2: .*use --ntasks-per-node 1"):
+        rank_environment({**srun, "MAX_RESTARTS": "2"})
+
+
+TWO_NODES = {"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(
@@ -163,20 +151,17 @@ def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], m
     [
         ({"NPROC": "many"}, "NPROC = 'many': must be an integer of at least 1"),
         ({"NPROC": "0"}, "NPROC = '0': must be an integer of at least 1"),
-        ({"NPROC": "2", "NNODES": "2"}, "NODE_RANK is not set; with NNODES = 2 it must be 0 to 1"),
-        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK = 2: must be below NNODES = 2"),
-        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        (
-            {"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""},
-            "scontrol is not in PATH",
-        ),
-        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
+        ({**TWO_NODES, "NODE_RANK": ""}, "NODE_RANK is not set; with NNODES = 2 it must be 0 to 1"),
+        ({**TWO_NODES, "NODE_RANK": "2"}, "NODE_RANK = 2: must be below NNODES = 2"),
+        (TWO_NODES, "MASTER_ADDR is not set"),
+        ({**TWO_NODES, "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""}, "scontrol is not in PATH"),
+        ({**TWO_NODES, "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
+        ({**TWO_NODES, "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT = 65536: must be at most 65535"),
     ],
 )
 def test_faults_name_the_variable(env: Mapping[str, str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         find_place(env)
-    assert message in str(caught.value)
 
 
 def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
@@ -185,9 +170,8 @@ def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
         find_place(env)
 
 
-def test_nproc_per_node_is_another_name_of_nproc() -> None:
-    assert find_place({"NPROC_PER_NODE": "3"}).ranks == find_place({"NPROC": "3", "NPROC_PER_NODE": "3"}).ranks == 3
-    assert find_place({"NPROC": "2", "NPROC_PER_NODE": "8"}).ranks == 2
+def test_nproc_per_node_does_not_start_ranks_where_srun_has() -> None:
+    """NPROC does."""
     task = {"SLURM_PROCID": "3", "MASTER_ADDR": "n7", **_step(nodes=1, tasks=8)}
     assert rank_environment({"NPROC_PER_NODE": "8", **task}) == rank_environment(task) is not None
     assert rank_environment({"NPROC": "8", **task}) is None
@@ -196,7 +180,7 @@ def test_nproc_per_node_is_another_name_of_nproc() -> None:
 # --- launchers that number pods or nodes, not ranks -----------------------------------------------------------------
 
 
-def _pod(number: int, per_pod: str, pods: int = 2) -> dict[str, str]:
+def pod(number: int, per_pod: str, pods: int = 2) -> dict[str, str]:
     """What Kubeflow's training operator tells a pod of a PyTorchJob (pkg/controller.v1/pytorch/envvar.go, v1.7 on)."""
     world = pods * int(per_pod) if per_pod.isdecimal() else pods
     return {
@@ -210,30 +194,22 @@ def test_a_pod_of_a_pytorchjob_is_a_node(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its RANK is the pod's number. Without torchrun, 8 ranks would wait for 16, or 7 of 8 GPUs would idle."""
     monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 4)
     for per_pod, ranks in (("8", 8), ("auto", 4), ("1", 1)):
-        env = _pod(1, per_pod)
+        env = pod(1, per_pod)
         assert rank_environment(env) is None
         assert find_place(env) == LaunchEnv(2, 1, ranks, "job-master-0", 23456)
-    assert find_place({**_pod(1, "8"), "NPROC": "2"}).ranks == 2
-    assert find_place(_pod(0, "8", pods=1)) == LaunchEnv(1, 0, 8, "127.0.0.1", 0)
-
-
-def test_torchrun_in_a_pod_starts_ranks() -> None:
-    own = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1"}
-    assert rank_environment({**_pod(1, "8"), **own, "TORCHELASTIC_RUN_ID": "none"}) == {}
+    assert find_place({**pod(1, "8"), "NPROC": "2"}).ranks == 2
+    assert find_place(pod(0, "8", pods=1)) == LaunchEnv(1, 0, 8, LOCAL, 0)
 
 
 def test_brackets_of_an_ipv6_address_are_no_part_of_the_host() -> None:
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "[::1]"}
-    assert find_place(nodes).host == "::1"
+    assert find_place({**TWO_NODES, "MASTER_ADDR": "[::1]"}).host == "::1"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "[fe80::1%eth0]"}
     assert rank_environment(rank) == {"MASTER_ADDR": "fe80::1%eth0"}
 
 
-def test_a_rank_and_a_port_have_an_upper_bound() -> None:
+def test_a_rank_has_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="RANK = 2: must be below WORLD_SIZE = 2"):
         rank_environment({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(ConfigError, match="MASTER_PORT = 65536: must be at most 65535"):
-        find_place({"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "n", "MASTER_PORT": "65536"})
 
 
 def test_a_pod_of_a_trainjob_is_a_node() -> None:
@@ -273,14 +249,14 @@ def test_rank_on_a_platform_that_titan_does_not_know(monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_that_is_no_rank_forgets_the_pods_number() -> None:
-    env = {**_pod(1, "8"), "LOCAL_RANK": "0", "NPROC": "1"}
+    env = {**pod(1, "8"), "LOCAL_RANK": "0", "NPROC": "1"}
     drop_rank_variables(env)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & env.keys() and env["NPROC"] == "1"
 
 
 def test_the_only_rank_of_a_run_needs_no_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pod, or where a batch script has set MASTER_ADDR: nobody else is there to meet."""
-    for name, value in {**_pod(0, "8"), "NPROC": "1", "NNODES": "1"}.items():
+    for name, value in {**pod(0, "8"), "NPROC": "1", "NNODES": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     stores: list[object] = []

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm import Job, Slurm
+from tests.slurm import Job, Slurm, executable
+from tests.unit.test_launch_env import pod
 from titan.ranks.meeting.launch_env import LaunchEnv, find_place, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -45,21 +46,15 @@ sys.exit(75 if env.get("PREEMPTED") and "SLURM_RESTART_COUNT" not in env else 0)
 def stub(tmp_path: Path) -> Path:
     """What TITAN_PYTHON names."""
     (tmp_path / "asks.py").write_text(ASKS)
-    path = tmp_path / "python"
-    path.write_text(STUB.format(python=sys.executable, asks=tmp_path / "asks.py"))
-    path.chmod(0o755)
-    return path
+    return executable(tmp_path / "python", STUB.format(python=sys.executable, asks=tmp_path / "asks.py"))
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, stub: Path) -> Iterator[Slurm]:
     """Whose nodes have apptainer, and titan in every container."""
     with Slurm(tmp_path) as running:
-        programs = {"titan": f'CONTAINER=1 exec {stub} "$@"', "apptainer": 'shift 7; exec "$@"'}
-        for name, text in programs.items():
-            program = tmp_path / "slurm" / "bin" / name
-            program.write_text(f"#!/bin/sh\n{text}\n")
-            program.chmod(0o755)
+        executable(tmp_path / "slurm" / "bin" / "titan", f'#!/bin/sh\nCONTAINER=1 exec {stub} "$@"\n')
+        executable(tmp_path / "slurm" / "bin" / "apptainer", '#!/bin/sh\nshift 7; exec "$@"\n')
         yield running
 
 
@@ -89,7 +84,8 @@ def test_options_of_sbatch(path: Path) -> None:
 
 
 def test_slurm_nvidia_starts_a_launcher_per_node(slurm: Slurm, stub: Path) -> None:
-    [job] = slurm.submit(str(FOLDER / "slurm-nvidia.sh"), "--a.b", "1", TITAN_PYTHON=str(stub), NPROC="8")
+    job = slurm.submit(str(FOLDER / "slurm-nvidia.sh"), "--a.b", "1", TITAN_PYTHON=str(stub), NPROC="8")
+    assert job.options["ntasks-per-node"] == "1"
     nodes = said(job)
     places = [{"nodes": 2, "node": node, "ranks": 8, "host": "127.0.0.1", "port": 20041} for node in (0, 1)]
     assert [node["place"] for node in nodes] == places
@@ -103,13 +99,13 @@ def test_slurm_amd_starts_a_rank_per_gpu(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the file keeps what is set
     file = str(FOLDER / "slurm-amd.sh")
-    [job] = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
+    job = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
     ranks = said(job)
     assert [(each["rank"]["RANK"], each["rank"]["LOCAL_RANK"]) for each in ranks] == [
         ("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")
     ]  # fmt: skip
-    env = ranks[3]["env"]
-    assert ranks[3]["rank"]["WORLD_SIZE"] == "4" and ranks[3]["rank"]["LOCAL_WORLD_SIZE"] == "2"
+    env, rank = ranks[3]["env"], ranks[3]["rank"]
+    assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
     assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("hsn0,hsn1,hsn2,hsn3", "hsn0")
     assert (env["OMP_NUM_THREADS"], env["SRUN_CPUS_PER_TASK"]) == ("7", "7")
     assert env["MIOPEN_USER_DB_PATH"] == env["MIOPEN_CUSTOM_CACHE_DIR"] == "/tmp/miopen-41"
@@ -118,8 +114,7 @@ def test_slurm_amd_starts_a_rank_per_gpu(
 @pytest.mark.parametrize("name", ["slurm-pyxis.sh", "slurm-apptainer.sh"])
 def test_containers_have_no_scontrol(name: str, slurm: Slurm, tmp_path: Path) -> None:
     """The script says where nodes meet, and has a preempted job run again."""
-    image = tmp_path / "image"
-    [job] = slurm.submit(str(FOLDER / name), "--a.b", "1", IMAGE=str(image), NPROC="8", PREEMPTED="yes")
+    job = slurm.submit(str(FOLDER / name), "--a.b", "1", IMAGE=f"{tmp_path}/image", NPROC="8", PREEMPTED="yes")
     lives = said(job)
     assert [(each["place"]["node"], each["env"].get("SLURM_RESTART_COUNT")) for each in lives] == [
         (0, None), (1, None), (0, "1"), (1, "1")
@@ -130,7 +125,7 @@ def test_containers_have_no_scontrol(name: str, slurm: Slurm, tmp_path: Path) ->
 
 
 def test_containers_need_an_image(slurm: Slurm) -> None:
-    [job] = slurm.submit(str(FOLDER / "slurm-pyxis.sh"))
+    job = slurm.submit(str(FOLDER / "slurm-pyxis.sh"))
     assert job.await_end() == "FAILED" and "IMAGE: a squashfs file with titan installed" in "".join(job.lines)
 
 
@@ -149,9 +144,7 @@ def test_containers_need_an_image(slurm: Slurm) -> None:
 def test_torchrun_is_asked_for_ranks(env: dict[str, str], arguments: dict[str, Any], tmp_path: Path) -> None:
     from torch.distributed.run import parse_args
 
-    stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\n[ "$1" = - ] || printf "%s\\n" "$@"\n')
-    stub.chmod(0o755)
+    stub = executable(tmp_path / "python", '#!/bin/sh\n[ "$1" = - ] || printf "%s\\n" "$@"\n')
     command, more = [FOLDER / "torchrun.sh", "--a.b", "1"], {"TITAN_PYTHON": str(stub), "PATH": os.environ["PATH"]}
     words = subprocess.run(command, env={**more, **env}, capture_output=True, text=True, check=True).stdout.split()
     assert words[:3] == ["-P", "-m", "torch.distributed.run"]
@@ -168,11 +161,9 @@ def _pods(spec: dict[str, Any], name: str) -> Iterator[dict[str, str]]:
     for number, (kind, _) in enumerate(pods):
         [container] = replicas[kind]["template"]["spec"]["containers"]
         [port] = [each["containerPort"] for each in container["ports"] if each["name"] == "pytorchjob-port"]
-        yield {each["name"]: each["value"] for each in container["env"]} | {
-            "MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": str(port), "RANK": str(number),
-            "WORLD_SIZE": str(len(pods) * int(spec["nprocPerNode"])), "PET_NODE_RANK": str(number),
-            "PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-        }  # fmt: skip
+        told = {"MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": str(port)}
+        own = {each["name"]: each["value"] for each in container["env"]}
+        yield own | pod(number, spec["nprocPerNode"], len(pods)) | told
 
 
 def test_kubernetes_starts_a_launcher_per_pod(stub: Path) -> None:
@@ -196,18 +187,10 @@ def test_kubernetes_starts_a_launcher_per_pod(stub: Path) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-DRY_RUNS = {
-    "kubernetes.yaml": test_kubernetes_starts_a_launcher_per_pod,
-    "slurm-amd.sh": test_slurm_amd_starts_a_rank_per_gpu,
-    "slurm-apptainer.sh": test_containers_have_no_scontrol,
-    "slurm-nvidia.sh": test_slurm_nvidia_starts_a_launcher_per_node,
-    "slurm-pyxis.sh": test_containers_have_no_scontrol,
-    "torchrun.sh": test_torchrun_is_asked_for_ranks,
-}
-
-
 def test_every_file_is_run() -> None:
-    assert {path.name for path in FOLDER.iterdir() if path.is_file() and path.name != "__init__.py"} == DRY_RUNS.keys()
+    """By the tests above."""
+    run = {"kubernetes.yaml", "torchrun.sh", *(f"slurm-{one}.sh" for one in ("amd", "apptainer", "nvidia", "pyxis"))}
+    assert {path.name for path in FOLDER.iterdir() if path.is_file() and path.name != "__init__.py"} == run
 
 
 # --- docs/hpc.md --------------------------------------------------------------------------------------------------
@@ -253,14 +236,12 @@ def test_sbatch_of_the_page(command: str, slurm: Slurm, stub: Path) -> None:
 
 def test_kubectl_of_the_page(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    (tmp_path / "kubectl").write_text(KUBECTL)
-    (tmp_path / "kubectl").chmod(0o755)
+    executable(tmp_path / "kubectl", KUBECTL)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     apply, logs = (
         subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
         for line in commands_of_the_page()
         if line.startswith("kubectl ")
     )
-    assert logs.strip() == f"{yaml.safe_load(apply)['metadata']['name']}-master-0", (
-        "the operator's name of the first pod"
-    )
+    first_pod = f"{yaml.safe_load(apply)['metadata']['name']}-master-0"  # as the operator calls it
+    assert logs.strip() == first_pod

@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.slurm import ROOT, executable
+
 TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "cut", "dirname", "env", "flock", "make", "mkdir", "paste", "rm", "sed")
 TOOLS += ("kill", "sh", "sort", "tr", "true")
+
+SAYS_ITS_WORDS = '#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; exit 75; }\n'
+"""A Python that has titan."""
 
 FAKE_PYTHON = """\
 #!/bin/sh
@@ -36,19 +40,17 @@ exit "${{FAILS:-0}}"
 
 @dataclass
 class House:
-    """A copy of the repository's scripts, and a machine with few tools and the Pythons a test puts there."""
+    """A copy of the repository's scripts, and a machine with few tools, a Python 3.11 and those a test puts there."""
 
     root: Path
     bin: Path
     calls_file: Path
 
     def python(self, name: str = "python3", version: str = "3.11.7", lacks_titan: int = 1) -> Path:
-        """Put a Python on the PATH."""
+        """Put a Python on the PATH, in the place of one of that name."""
         too_old = int(version.startswith(("2.", "3.9", "3.10")))
-        path = self.bin / name
-        path.write_text(FAKE_PYTHON.format(version=version, too_old=too_old, lacks_titan=lacks_titan))
-        path.chmod(0o755)
-        return path
+        text = FAKE_PYTHON.format(version=version, too_old=too_old, lacks_titan=lacks_titan)
+        return executable(self.bin / name, text)
 
     def environment(self, **more: str) -> dict[str, str]:
         return {"PATH": str(self.bin), "CALLS": str(self.calls_file), **more}
@@ -78,7 +80,9 @@ def house(tmp_path: Path) -> Iterator[House]:
     for name in ("run_train.sh", "Makefile", "pyproject.toml", "scripts/python.sh"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
-    yield House(root, machine, tmp_path / "calls")
+    house = House(root, machine, tmp_path / "calls")
+    house.python()
+    yield house
 
 
 def _install(house: House, extras: str = "") -> str:
@@ -92,16 +96,13 @@ def test_scripts_parse_and_can_be_run(name: str) -> None:
 
 
 def test_sets_up_once_and_then_starts_at_once(house: House) -> None:
-    house.python()
     first, second = house.run(house.setup), house.run(house.setup)
     assert first.stdout == second.stdout == f"{house.root}/.venv/bin/python\n"
-    assert first.stderr == "setting up .venv (once, about a minute)\n"
-    assert second.stderr == ""
+    assert (first.stderr, second.stderr) == ("setting up .venv (once, about a minute)\n", "")
     assert house.calls() == [_install(house)]
 
 
 def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
-    house.python()
     house.run(house.setup)
     house.run(house.setup, "dev", "float8")
     house.run(house.setup, "float8")
@@ -110,7 +111,6 @@ def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
 
 
 def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) -> None:
-    house.python()
     house.run(house.setup, "dev")
     (house.root / "pyproject.toml").write_text("[project]\n")
     house.run(house.setup)
@@ -118,7 +118,6 @@ def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) ->
 
 
 def test_a_moved_repository_is_installed_again(house: House) -> None:
-    house.python()
     house.run(house.setup)
     house.root = house.root.rename(house.root.with_name("elsewhere"))
     house.calls()
@@ -127,10 +126,8 @@ def test_a_moved_repository_is_installed_again(house: House) -> None:
 
 
 def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
-    house.python()
     broken = house.run(house.setup, FAILS="1")
-    assert broken.returncode == 2
-    assert broken.stdout == ""
+    assert (broken.returncode, broken.stdout) == (2, "")
     assert "error: setting up .venv failed" in broken.stderr
     house.run(house.setup)
     assert house.calls() == [_install(house)] * 2
@@ -138,7 +135,6 @@ def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here: first calls at once are not kept apart")
 def test_two_first_calls_at_once_install_once(house: House) -> None:
-    house.python()
     both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
     assert house.calls() == [_install(house)]
@@ -147,7 +143,6 @@ def test_two_first_calls_at_once_install_once(house: House) -> None:
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "NNODES", "PET_NNODES"])
 def test_a_job_of_many_processes_does_not_set_up(house: House, name: str) -> None:
     """256 nodes would install into one folder at once. What is set up before is found by all."""
-    house.python()
     done = house.run(house.setup, **{name: "256"})
     assert (done.returncode, done.stdout, house.calls()) == (2, "", [])
     what = f"error: {house.root}/.venv is not set up, and 256 processes of this job start at once; run scripts/"
@@ -175,22 +170,16 @@ def _lock(house: House) -> dict[str, Any]:
 
 
 def test_a_read_only_install_runs_when_set_up(reader: House) -> None:
-    reader.python()
     assert reader.run(reader.setup).returncode == 0
-    mine = reader.root / ".venv" / "bin" / "python"
-    mine.write_text('#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; }\n')
-    other = _lock(reader)
+    (reader.root / ".venv" / "bin" / "python").write_text(SAYS_ITS_WORDS)
+    other, words = _lock(reader), [reader.root / "run_train.sh", "--run.dir", "/scratch"]
     environment = reader.environment(SLURM_STEP_NUM_TASKS="256")
-    done = subprocess.run(
-        [reader.root / "run_train.sh", "--run.dir", "/scratch"], cwd="/", env=environment, capture_output=True,
-        text=True, **other,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(words, cwd="/", env=environment, capture_output=True, text=True, **other)
+    assert (done.returncode, done.stderr) == (75, "")
     assert done.stdout == "/\n<-P><-m><titan.launch><--run.dir></scratch>"
 
 
 def test_a_read_only_install_that_is_not_set_up_says_so(reader: House) -> None:
-    reader.python()
     other = _lock(reader)
     done = subprocess.run([reader.setup], env=reader.environment(), capture_output=True, text=True, **other)
     assert (done.returncode, done.stdout) == (2, "")
@@ -198,37 +187,25 @@ def test_a_read_only_install_that_is_not_set_up_says_so(reader: House) -> None:
     assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
-def test_an_active_environment_that_has_titan_is_used(house: House) -> None:
-    python = house.python(lacks_titan=0)
+def test_an_active_environment_that_has_titan_is_used_unless_titan_python_names_another(house: House) -> None:
+    python, mine = house.python(lacks_titan=0), house.python("mine", lacks_titan=0)
     assert house.run(house.setup).stdout == f"{python}\n"
-    assert not (house.root / ".venv").exists()
-
-
-def test_titan_python_wins(house: House) -> None:
-    house.python(lacks_titan=0)
-    mine = house.python("mine", lacks_titan=0)
     assert house.run(house.setup, TITAN_PYTHON=str(mine)).stdout == f"{mine}\n"
+    assert not (house.root / ".venv").exists()
 
 
 def test_titan_python_without_titan_is_one_clear_line(house: House) -> None:
     mine = house.python("mine")
     done = house.run(house.setup, "dev", TITAN_PYTHON=str(mine))
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"error: TITAN_PYTHON={mine} has no titan with dev; run: {mine} -m pip install -e '{house.root}[dev]'"
-    )
-    assert done.stderr.count("\n") == 1
+    what = f"error: TITAN_PYTHON={mine} has no titan with dev; run: {mine} -m pip install -e '{house.root}[dev]'"
+    assert done.returncode == 2 and done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
-def test_an_old_python_is_one_clear_line(house: House) -> None:
+def test_an_old_python_is_one_clear_line_unless_there_is_a_newer_one_beside_it(house: House) -> None:
     old = house.python(version="3.9.2")
     done = house.run(house.setup)
-    assert done.returncode == 2
-    assert done.stderr == f"error: titan needs Python 3.11 or newer; found 3.9.2 at {old}\n"
-
-
-def test_a_newer_python_is_found_beside_an_old_one(house: House) -> None:
-    house.python(version="3.9.2")
+    said = f"error: titan needs Python 3.11 or newer; found 3.9.2 at {old}\n"
+    assert (done.returncode, done.stderr) == (2, said)
     house.python("python3.12", version="3.12.1")
     assert house.run(house.setup).returncode == 0
 
@@ -242,9 +219,7 @@ def test_a_real_python_is_asked_whether_it_has_titan(house: House, tmp_path: Pat
 
 
 def test_run_train_keeps_the_working_directory_and_the_arguments(house: House, tmp_path: Path) -> None:
-    mine = house.bin / "mine"
-    mine.write_text('#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; exit 75; }\n')
-    mine.chmod(0o755)
+    mine = executable(house.bin / "mine", SAYS_ITS_WORDS)
     done = house.run(house.root / "run_train.sh", "--run.name", "two words", cwd=tmp_path, TITAN_PYTHON=str(mine))
     assert done.returncode == 75
     assert done.stdout == f"{tmp_path}\n<-P><-m><titan.launch><--run.name><two words>"
@@ -260,9 +235,7 @@ exec {python} -c "import os, signal; print(*signal.sigpending(), os.environ.get(
 
 
 def test_signals_wait_until_titan_listens(house: House) -> None:
-    mine = house.bin / "mine"
-    mine.write_text(WAITED.format(bash=shutil.which("bash"), python=sys.executable))
-    mine.chmod(0o755)
+    mine = executable(house.bin / "mine", WAITED.format(bash=shutil.which("bash"), python=sys.executable))
     done = house.run(house.root / "run_train.sh", TITAN_PYTHON=str(mine))
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{signal.SIGTERM.value} None\n", "")
 
@@ -276,7 +249,6 @@ def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path
 
 
 def test_make_passes_arguments_on(house: House) -> None:
-    house.python()
     for target in ("test", "sweep"):
         house.run("make", target, "ARGS=-k mesh", cwd=house.root)
     *installed, tests, sweeps = house.calls()

@@ -1,7 +1,6 @@
-"""Slurm: the template parses and says what it should, and a job is put back into its queue by one sentence each way."""
+"""Slurm: a job is put back into its queue, or not, by one sentence each way."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -9,29 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm import executable
 from titan.ranks.meeting import slurm
 
-TEMPLATE = Path(__file__).parents[2] / "configs" / "launch" / "slurm-nvidia.sh"
 
-
-def test_the_template_parses() -> None:
-    subprocess.run(["bash", "-n", TEMPLATE], check=True)
-
-
-def test_the_template_says_when_and_how_to_come_back() -> None:
-    lines = TEMPLATE.read_text().splitlines()
-    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    assert {"--requeue", "--open-mode=append", "--signal=USR1@300", "--ntasks-per-node=1"} <= set(options)
-    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in options)
-    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), "sbatch stops at the first command"
-
-
-def scontrol(folder: Path, code: int) -> dict[str, str]:
+def scontrol(folder: Path, code: int = 0) -> dict[str, str]:
     """An environment with a `scontrol` that writes its arguments down."""
-    tool = folder / "scontrol"
-    tool.write_text(f'#!/bin/sh\necho "$@" >>{folder}/asked\necho no such job >&2\nexit {code}\n')
-    tool.chmod(0o755)
+    answer = f'#!/bin/sh\necho "$@" >>{folder}/asked\necho no such job >&2\nexit {code}\n'
+    executable(folder / "scontrol", answer)
     return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "41"}
 
 
@@ -49,7 +33,7 @@ def test_a_job_is_queued_again_though_nobody_listens(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     asking = "import os, signal; from titan.ranks.meeting import slurm; slurm.requeue(os.environ, {signal.SIGUSR1})"
-    done = subprocess.run([sys.executable, "-c", asking], env={**os.environ, **scontrol(tmp_path, 0)}, stderr=writing)
+    done = subprocess.run([sys.executable, "-c", asking], env={**os.environ, **scontrol(tmp_path)}, stderr=writing)
     os.close(writing)
     assert done.returncode == 0 and (tmp_path / "asked").read_text() == "requeue 41\n"
 
@@ -57,7 +41,7 @@ def test_a_job_is_queued_again_though_nobody_listens(tmp_path: Path) -> None:
 def test_a_controller_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = scontrol(tmp_path, 0)
+    environment = scontrol(tmp_path)
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 1000\n")
     monkeypatch.setattr(slurm, "ANSWER_S", 0.1)
     slurm.requeue(environment, {signal.SIGUSR1})
@@ -74,7 +58,7 @@ def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capt
 def test_a_job_that_is_cancelled_is_not(
     heard: set[signal.Signals], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm.requeue(scontrol(tmp_path, 0), heard)
+    slurm.requeue(scontrol(tmp_path), heard)
     assert not (tmp_path / "asked").exists()
     why = "because it received SIGTERM; unless Slurm requeues it, submit it again to resume"
     assert capsys.readouterr().err == f"titan does not requeue job 41, {why}\n"
@@ -89,10 +73,10 @@ def test_a_job_that_is_cancelled_is_not(
     ids=["the last task", "another task, or a job that a task has submitted"],
 )
 def test_a_task_of_an_array_has_a_name_of_its_own(array: dict[str, str], name: str, tmp_path: Path) -> None:
-    slurm.requeue({**scontrol(tmp_path, 0), **array}, ())
+    slurm.requeue({**scontrol(tmp_path), **array}, ())
     assert (tmp_path / "asked").read_text() == f"requeue {name}\n"
 
 
 def test_elsewhere_it_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slurm.requeue({"PATH": scontrol(tmp_path, 0)["PATH"]}, {signal.SIGTERM})
+    slurm.requeue({"PATH": scontrol(tmp_path)["PATH"]}, {signal.SIGTERM})
     assert not (tmp_path / "asked").exists() and capsys.readouterr().err == ""

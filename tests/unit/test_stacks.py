@@ -13,94 +13,34 @@ from tests.unit.test_search import EAGER, bounds, everything
 from titan.config import Job, load_job
 from titan.contracts import Costs
 from titan.contracts.base import cost
-from titan.contracts.base.cost import (
-    Attention,
-    CollectiveCost,
-    Elementwise,
-    Matmul,
-    Operation,
-    SavedTensor,
-    linear,
-    parameter_count,
-)
-from titan.contracts.base.layout import Axis, Layout
+from titan.contracts.base.cost import Attention, Matmul, Operation, SavedTensor, parameter_count
+from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import ModelSpec, normal
-from titan.layers.blocks import Heads, LayerPart, pre_norm, swiglu
-from titan.layers.decoder import DecoderConfig, decoder_spec
-from titan.planner.machine.network import Group
 from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form, render
 from titan.planner.search.best_first import _Search, search
 from titan.planner.search.space import load_base
 from titan.planner.step.activations import LayerMemory, kept_by
-from titan.planner.step.layout import costs_of, group_of, uncut
+from titan.planner.step.layout import costs_of, uncut
 from titan.planner.step.memory import GIB
-from titan.planner.step.parameters import Tensors, parameters_of
+from titan.planner.step.parameters import parameters_of
 from titan.planner.step.predict import Planner, flops_per_token
+from titan.plugins.models.moe import MixtureConfig, MixtureOfExperts
 
-EP = Axis(name="ep", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks that share the experts")
-
-
-def experts(dim: int, width: int, count: int, top: int, of_layers: float = 1.0) -> LayerPart:
-    """A router and gated experts under the name `ffn`, in a share of the layers."""
-    d, f, some = dim, width, {"of_layers": of_layers}
-    routed = (SavedTensor(numel=top * d, region="seq_full"),)
-    stack = {"stack": count, "used": top, **some}
-    activated = Elementwise(
-        region="tp_sharded", forward=5 * top * f, backward=8 * top * f,
-        saved=(SavedTensor(numel=3 * top * f, region="tp_sharded"),), **some,
-    )  # fmt: skip
-    hidden = (SavedTensor(numel=top * f, region="tp_sharded"),)
-    operations: tuple[Operation, ...] = (
-        replace(linear("ffn.router", d, count, saved=d), **some),
-        Matmul(module="ffn.experts.w1", inputs=d, outputs=f, saved=routed, **stack),
-        Matmul(module="ffn.experts.w3", inputs=d, outputs=f, **stack),
-        activated,
-        Matmul(module="ffn.experts.w2", inputs=f, outputs=d, saved=hidden, **stack),
-    )
-    styles = {"ffn": "gather", **{f"ffn.experts.{w}": "row" if w == "w2" else "column" for w in ("w1", "w2", "w3")}}
-    return LayerPart(operations, styles)
+MIXTRAL = ("--model.name", "moe", "--model.preset", "mixtral-8x7b", "--model.balance", "none")
+SHORT = ("--data.seq_len", "4096", "--model.max_seq_len", "4096")
+SHARDED = (*MIXTRAL, *SHORT, "--plugins.bf16.enabled", "true", "--mesh.dp_shard", "8")
+SHARDED += ("--train.global_batch_size", "16", "--train.micro_batch_size", "1")
 
 
-def spec_of(layers: int, dim: int, heads: Heads, ffn: LayerPart, vocabulary: int, length: int) -> ModelSpec:
-    config = DecoderConfig(
-        n_layers=layers, dim=dim, n_heads=heads.n_heads, n_kv_heads=heads.n_kv_heads, vocab_size=vocabulary,
-        max_seq_len=length,
-    )  # fmt: skip
-    return decoder_spec(config, pre_norm(dim, heads.part(), ffn, vectors=1), ffn_dim=0, vectors=1)
-
-
-def mixtral() -> ModelSpec:
-    heads = Heads(dim=4096, n_heads=32, n_kv_heads=8, head_dim=128, rotary=True)
-    return spec_of(32, 4096, heads, experts(4096, 14336, 8, 2), 32000, 32768)
-
-
-def with_spec(job: Job, spec: ModelSpec) -> Job:
-    vars(job)["spec"] = spec
-    return job
-
-
-def shared(job: Job, ep: int) -> tuple[Costs, Layout]:
-    """A job's costs and layout with stacks shared over `ep` ranks, which send each other both copies of a token."""
-    layout = Layout((*job.layout.axes, EP), {**job.layout.degrees, "ep": ep})
-    whole = costs_of(job)
-    sent = (
-        CollectiveCost(axes=("ep",), collective="all_to_all", where="layer", when=when, numel=2 * whole.dim, count=2)
-        for when in ("forward", "backward")
-    )
-    return replace(whole, stacks_over=("ep",), collectives=(*whole.collectives, *sent)), layout
-
-
-WORDS = ("--data.seq_len", "4096", "--model.max_seq_len", "4096", "--plugins.bf16.enabled", "true")
-WORDS += ("--mesh.dp_shard", "8", "--train.global_batch_size", "16", "--train.micro_batch_size", "1")
-
-
-def sharded(stage: int = 3, *words: str) -> Job:
-    return with_spec(job_of(*WORDS, "--plugins.fsdp.zero_stage", str(stage), *words), mixtral())
+def sharded(stage: int, *words: str, ep: int = 1) -> tuple[Costs, Layout]:
+    """Of Mixtral on 8 ranks, of which `ep` share the experts."""
+    job = job_of(*SHARDED, "--plugins.fsdp.zero_stage", str(stage), "--mesh.ep", str(ep), *words)
+    return costs_of(job), job.layout
 
 
 def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
-    spec = mixtral()
+    spec = job_of(*MIXTRAL).spec
     stacks = 32 * 3 * 8 * 4096 * 14336
     attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096)
     rest = attention + 32 * 4096 * 8 + 2 * 32000 * 4096 + 4096
@@ -114,17 +54,17 @@ def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
 
 
 def test_a_token_has_two_flops_per_active_parameter() -> None:
-    spec, seq_len = mixtral(), 4096
+    job, seq_len = job_of(*MIXTRAL, *SHORT), 4096
+    spec = job.spec
     # Norms and the embedding table multiply nothing.
     multiplied = spec.active_params - (2 * 32 + 1) * 4096 - 32000 * 4096
     scores = 32 * 4 * seq_len * 32 * 128
     assert spec.flops_per_token(seq_len) == 3 * (2 * multiplied + scores)
-    costs = costs_of(with_spec(job_of("--data.seq_len", "4096", "--model.max_seq_len", "4096"), spec))
-    assert flops_per_token(costs) == (spec.flops_per_token(seq_len),) * 2
+    assert flops_per_token(costs_of(job)) == (spec.flops_per_token(seq_len),) * 2
 
 
 def test_the_formulas_count_active_parameters_in_time_and_all_in_memory() -> None:
-    report = closed_form.report(sharded(), peak_tflops=989)
+    report = closed_form.report(job_of(*SHARDED), peak_tflops=989)
     assert report["parameters"]["exact"] == sum(report["parameters"]["parts"].values()) == 46_702_792_704
     assert report["parameters"]["parts"]["layers: experts"] == 32 * 3 * 8 * 4096 * 14336
     assert report["parameters"]["parts"]["layers: norms and biases"] == 32 * 2 * 4096
@@ -137,7 +77,7 @@ def test_the_formulas_count_active_parameters_in_time_and_all_in_memory() -> Non
 
 
 def test_the_worked_stack_of_the_contract_adds_up() -> None:
-    ffn = [op for op in mixtral().layer_ops if isinstance(op, Matmul) and op.stack > 1]
+    ffn = [op for op in job_of(*MIXTRAL).spec.layer_ops if isinstance(op, Matmul) and op.stack > 1]
     numbers = sum(map(parameter_count, ffn)), sum(op.flops_per_token() for op in ffn)
     assert numbers == (1_409_286_144, 704_643_072)
     for number in numbers:
@@ -146,16 +86,19 @@ def test_the_worked_stack_of_the_contract_adds_up() -> None:
 
 def mixed() -> ModelSpec:
     """One dense layer of four, the others with experts; windows in three of four layers."""
-    heads = Heads(dim=64, n_heads=8, n_kv_heads=4, head_dim=8)
-    dense = swiglu(64, 128)
-    dense = LayerPart(tuple(replace(op, of_layers=0.25) for op in dense.operations), dense.tensor)
-    routed = experts(64, 32, 8, 3, of_layers=0.75)
-    both = LayerPart((*dense.operations, *routed.operations), {**dense.tensor, **routed.tensor})
-    spec = spec_of(4, 64, heads, both, 257, 64)
+    sizes = {"n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 257, "max_seq_len": 64}
+    experts = {"n_experts": 8, "top_k": 3, "expert_dim": 32, "n_dense_layers": 1, "ffn_dim": 128}
+    spec = MixtureOfExperts(MixtureConfig(**sizes, **experts)).spec()
     (core,) = (op for op in spec.layer_ops if isinstance(op, Attention))
     cores = replace(core, window=16, of_layers=0.75), replace(core, of_layers=0.25)
     place = spec.layer_ops.index(core)
     return replace(spec, layer_ops=(*spec.layer_ops[:place], *cores, *spec.layer_ops[place + 1 :]))
+
+
+def job_of_mixed(*words: str) -> Job:
+    job = job_of(*words)
+    vars(job)["spec"] = mixed()
+    return job
 
 
 def kinds(spec: ModelSpec) -> dict[tuple[bool, bool], tuple[Operation, ...]]:
@@ -183,7 +126,7 @@ def test_layers_of_several_kinds_have_their_own_parameters_and_flops() -> None:
     windows = 4 * 8 * 8 * (3 * 16 + 64)
     forward = 2 * (4 * attention + dense + 3 * (64 * 8 + 3 * 3 * 64 * 32)) + windows + 2 * 257 * 64
     assert spec.flops_per_token(64) == 3 * forward
-    costs = costs_of(with_spec(job_of(), spec))
+    costs = costs_of(job_of_mixed())
     assert flops_per_token(costs)[0] == 3 * forward
     held = Planner(CLUSTER).stage_costs(costs, job_of().layout).memory(costs.stages[0]).held
     assert held["parameters"] == 4 * spec.params
@@ -191,22 +134,17 @@ def test_layers_of_several_kinds_have_their_own_parameters_and_flops() -> None:
 
 def test_uneven_shares_of_layers_add_up_to_whole_parameters() -> None:
     """27 of 28 layers, as in DeepSeekMoE 16B: no float is exact, and their product is."""
-    heads = Heads(dim=2048, n_heads=16, n_kv_heads=16, head_dim=128)
-    routed = experts(2048, 1408, 64, 6, of_layers=27 / 28)
-    dense = swiglu(2048, 10944)
-    operations = (*(replace(op, of_layers=1 / 28) for op in dense.operations), *routed.operations)
-    spec = spec_of(28, 2048, heads, LayerPart(operations, {**dense.tensor, **routed.tensor}), 102400, 4096)
-    ours = 28 * (4 * 2048**2 + 2 * 2048) + 3 * 2048 * 10944 + 27 * (64 * 2048 + 64 * 3 * 2048 * 1408)
+    spec = job_of("--model.name", "moe", "--model.preset", "deepseek-moe-16b").spec
+    ours = 28 * (4 * 2048**2 + 2 * 2048) + 3 * 2048 * 10944 + 27 * (64 * 2048 + (64 + 2) * 3 * 2048 * 1408)
     assert spec.params == ours + 2 * 102400 * 2048 + 2048
     assert isinstance(spec.params, int) and isinstance(spec.active_params, int)
     assert spec.active_params == spec.params - 27 * 58 * 3 * 2048 * 1408
 
 
 def test_the_mean_layer_takes_and_saves_the_mean() -> None:
-    spec, planner = mixed(), Planner(CLUSTER)
-    job = with_spec(job_of(), spec)
+    job, planner = job_of_mixed(), Planner(CLUSTER)
     mean = costs_of(job)
-    parts = {kind: replace(mean, layer=operations) for kind, operations in kinds(spec).items()}
+    parts = {kind: replace(mean, layer=operations) for kind, operations in kinds(job.spec).items()}
     share = {(routed, windowed): (3 if routed else 1) * (3 if windowed else 1) / 16 for routed, windowed in parts}
 
     def mean_of(value) -> float:
@@ -221,8 +159,7 @@ def test_the_mean_layer_takes_and_saves_the_mean() -> None:
 
 
 def test_the_largest_operation_counts_at_a_moment() -> None:
-    job = with_spec(job_of("--plugins.bf16.enabled", "true"), mixed())
-    costs = costs_of(job)
+    costs = costs_of(job_of_mixed("--plugins.bf16.enabled", "true"))
     tokens = costs.share("seq_full")
     # A token has three results of a matrix of 64 outputs; no other operation has more.
     assert LayerMemory(costs, True, ways=1).midst == (3 * 3 * 64 + 64) * tokens * 2
@@ -237,8 +174,7 @@ def test_the_largest_operation_counts_at_a_moment() -> None:
 
 
 def test_results_of_matmuls_that_recomputation_saves_are_those_of_the_mean_layer() -> None:
-    job = with_spec(job_of("--plugins.activation_checkpoint.mode", "selective"), mixed())
-    costs = costs_of(job)
+    costs = costs_of(job_of_mixed("--plugins.activation_checkpoint.mode", "selective"))
     least, last = LayerMemory(costs, True, ways=1).least, 4 * costs.share("seq_full")
     results = [op.of_layers * op.used * op.outputs for op in costs.layer if isinstance(op, Matmul)]
     assert sum(results) == 64 + 64 + 32 + 32 + 0.25 * (128 + 128 + 64) + 0.75 * (8 + 3 * (32 + 32 + 64))
@@ -246,12 +182,12 @@ def test_results_of_matmuls_that_recomputation_saves_are_those_of_the_mean_layer
 
 
 def test_techniques_keep_what_layers_of_several_kinds_state() -> None:
-    spec = mixed()
     words = ("--mesh.cp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "2")
     words += ("--plugins.activation_checkpoint.mode", "full", "--plugins.compile.enabled", "true")
-    costs = costs_of(with_spec(job_of(*words, "--data.seq_len", "64", "--plugins.context.method", "ring"), spec))
-    assert [op.of_layers for op in costs.layer] == [op.of_layers for op in spec.layer_ops]
-    before, after = ([op for op in ops if isinstance(op, Matmul)] for ops in (spec.layer_ops, costs.layer))
+    job = job_of_mixed(*words, "--data.seq_len", "64", "--plugins.context.method", "ring")
+    costs = costs_of(job)
+    assert [op.of_layers for op in costs.layer] == [op.of_layers for op in job.spec.layer_ops]
+    before, after = ([op for op in ops if isinstance(op, Matmul)] for ops in (job.spec.layer_ops, costs.layer))
     assert after == before
     sent = {c.of_layers for c in costs.collectives if c.axes == ("cp",) and c.when == "forward"}
     assert sent == {0.25, 0.75}
@@ -264,8 +200,6 @@ def test_techniques_keep_what_layers_of_several_kinds_state() -> None:
 
 
 STACK = Matmul(module="experts", inputs=4096, outputs=2048, stack=8, used=2)
-
-
 GROUPED = {
     "FLOPs of 8,192 rows per weight": (32768, 1, 2 * 65536 * 4096 * 2048 / 50e12),
     "bytes of all weights, with two rows each": (8, 1, 2 * (16 * 4096 + 8 * 4096 * 2048 + 16 * 2048) / 500e9),
@@ -322,52 +256,28 @@ def test_the_number_of_a_groups_tokens_need_not_be_even() -> None:
     assert narrow.forward > 10 * even.forward
 
 
-def test_the_ranks_that_share_stacks_are_neighbors() -> None:
-    job = job_of("--mesh.dp_shard", "8", "--mesh.tp", "2")
-    layout = Layout((*job.layout.axes, EP), {**job.layout.degrees, "ep": 4})
-    assert group_of(("ep",), layout) == Group(4, 2)
-    assert group_of(("dp_shard",), layout) == Group(8, 2)
-    assert layout.world_size == 16
-
-
-@pytest.mark.parametrize("words", [(), ("--mesh.cp", "2", "--mesh.dp_shard", "4"), ("--mesh.dp_replicate", "2")])
-def test_state_does_not_depend_on_who_shares_the_stacks(words: tuple[str, ...]) -> None:
-    """A rank holds a part of all parameters: fewer experts, each in larger shards."""
-    job, found = sharded(3, *words), []
-    for ep in (1, 2, 8):
-        costs, layout = shared(job, ep)
-        found.append(Planner(CLUSTER).stage_costs(costs, layout).memory(costs.stages[0]).held)
-    assert found[0] == found[1] == found[2]
-    assert found[0]["parameters"] == 4 * job.spec.params / 8
-
-
 def test_gathers_and_reductions_are_of_the_experts_that_ranks_share() -> None:
-    job = sharded(2, "--mesh.cp", "2", "--mesh.dp_shard", "4", "--plugins.context.method", "ulysses")
-    rest, stacks = job.spec.params - job.spec.stacked_params, job.spec.stacked_params
-    both = ("dp_shard", "cp")
-    costs, layout = shared(job, 1)
+    words, both = ("--mesh.cp", "2", "--mesh.dp_shard", "4", "--plugins.context.method", "ulysses"), ("dp_shard", "cp")
+    stacks = job_of(*MIXTRAL).spec.stacked_params
+    rest = job_of(*MIXTRAL).spec.params - stacks
+    costs, layout = sharded(2, *words)
     assert moved(0, costs, layout)["reduce_scatter", both] == 4 * 4 * (rest + stacks)
-    for ep, group in ((2, (("dp_shard", "cp / ep"))), (4, ("dp_shard", "cp / ep"))):
-        costs, layout = shared(job, ep)
+    group = ("dp_shard", "cp / ep")
+    for ep in (2, 4):
+        costs, layout = sharded(2, *words, ep=ep)
         sent = moved(0, costs, layout)
         assert sent["reduce_scatter", both] == 4 * 4 * rest
         assert sent["reduce_scatter", group] == 4 * 4 * stacks / ep
         assert sent["all_gather", both] == 4 * 2 * rest + 2 * 4096 * 32000 + 2 * 4096
         assert sent["all_gather", group] == 4 * 2 * stacks / ep
-    costs, layout = shared(job, 8)  # nobody has the same experts
+    costs, layout = sharded(2, *words, ep=8)  # nobody has the same experts
     assert {axes for _, axes in moved(0, costs, layout)} == {both, ("cp",), ("ep",)}
 
 
-def test_replicas_sum_the_shards_of_stacks_too() -> None:
-    costs, layout = shared(sharded(2, "--mesh.dp_replicate", "2"), 4)
-    params = sum(size.total for size in Tensors(costs, 1).sizes(costs.stages[0]))
-    assert moved(0, costs, layout)["all_reduce", ("dp_replicate",)] == 4 * params / 8
-
-
 def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
-    job, seen = sharded(), []
+    seen = []
     for ep in (1, 2, 4, 8):
-        costs, layout = shared(job, ep)
+        costs, layout = sharded(3, ep=ep)
         prediction = Planner(CLUSTER).predict(costs, layout)
         gathered = sum(size for (kind, _), size in moved(0, costs, layout).items() if kind == "all_gather")
         figures = gathered, -prediction.time_s["ep"], prediction.memory[0].buffers, prediction.time_s["forward"]
@@ -379,12 +289,12 @@ def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
     assert seen[0][1] == 0 > seen[1][1]
     # Of 4,096 tokens twice 4,096 features in two bytes, three quarters go to other ranks; four exchanges per layer.
     exchange = 3 / 4 * 4096 * 2 * 4096 * 2 / 100e9
-    assert -seen[2][1] == pytest.approx(costs_of(job).micro_batches * 32 * 4 * exchange)
+    assert -seen[2][1] == pytest.approx(costs.micro_batches * 32 * 4 * exchange)
 
 
 def test_stacks_are_gathered_between_nodes_by_ranks_that_hold_the_same() -> None:
     """Of 8 ranks on two nodes the 4 neighbors hold other experts: pairs gather theirs, each over a link of its own."""
-    costs, layout = shared(sharded(1), 4)
+    costs, layout = sharded(1, ep=4)
     parts = Planner(CLUSTER).stage_costs(costs, layout).parts
     (gather, *_) = (c for c in costs.collectives if c.collective == "all_gather")
     layer = parts.tensors.layer
