@@ -13,28 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigError, TitanError
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, TitanError
 from titan.ranks.meeting import launch_env, signals
 from titan.terminal import report, stand_in_for_closed, take_traceback_flag
-
-USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
-       titan train   [--config FILE] [--table.key VALUE ...]
-       --traceback shows stack traces of errors
-
-Train a language model. Without --config: configs/quickstart.toml. Any key of the TOML can be given on the command line
-(--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); the command line overrides the file.
-
-  titan config --config FILE            print the resolved job, with every default filled in
-  titan plugins                         list models, techniques, datasets, optimizers, ... and their options
-
-environment: NPROC or NPROC_PER_NODE (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR,
-MASTER_PORT, or Slurm's variables; MAX_RESTARTS (restarts of all ranks after a failure; default: 0); OMP_NUM_THREADS
-(CPU threads per rank)
-
-exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted. A run is preempted by SIGTERM, SIGUSR1 or --run.max_minutes:
-it saves a checkpoint and exits, and the same command resumes it. Under Slurm the job is requeued, except after SIGTERM,
-which scancel sends.
-"""
+from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
 
@@ -55,10 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train on this node's ranks; the run's exit code. Arguments are those of `titan train`."""
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print(USAGE, end="")
-        return EXIT_DONE
     try:
+        if {"-h", "--help"} & set(words):
+            return _train(words)
         with signals.listening():  # first of all: what is imported now takes seconds
             code = _start(words)
             if code == EXIT_PREEMPTED:

@@ -18,12 +18,16 @@ from titan.ranks.meeting.launch_env import launched_world_size
 from titan.terminal import stand_in_for_closed, take_traceback_flag
 from titan.training import build, foresight, trainer, validation
 from titan.training.engine import weights_to_use
+from titan.usage import USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code."""
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        print(USAGE, end="")
+        return EXIT_DONE
     watchdog.answer_to_quit()
     with signals.listening():
         return process.run_as_rank(partial(_train, words))

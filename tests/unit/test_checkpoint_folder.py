@@ -60,16 +60,6 @@ def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("look", [folders.survey, folders.complete, folders.next_serial])
-def test_one_of_another_format_is_not_damaged(look: Callable[[Path], object], tmp_path: Path) -> None:
-    """Else an older one would be resumed, and the newer one replaced by the next save of its step."""
-    _make(tmp_path / "step-00000010", serial=1)
-    state = _make(tmp_path / "step-00000020", serial=2) / STATE
-    state.write_text(state.read_text().replace(f'"format": {folders.FORMAT}', '"format": 9'))
-    with pytest.raises(CheckpointError, match=r"has format 9; .*: use the version that saved it"):
-        look(tmp_path)
-
-
 @pytest.mark.parametrize(("keep", "left"), [(0, [10, 20, 30]), (1, [30]), (2, [20, 30]), (9, [10, 20, 30])])
 def test_retention_keeps_the_newest_complete(tmp_path: Path, keep: int, left: list[int]) -> None:
     for serial, step in enumerate((10, 20, 30), start=1):

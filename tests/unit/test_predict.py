@@ -148,7 +148,7 @@ def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         (["--search", "--tokens", "1e9"], "--tokens: only one predicted job and --formulas say what tokens take"),
         (["--objective", "price"], "--objective: no layout is searched; add --search"),
         (["--devices", "8"], "--devices: the ranks of a layout are counted by --world-size; add --formulas"),
-        (["--formulas", "--world-size", "8"], "--world-size: there is no layout; use --devices"),
+        (["--formulas", "--world-size", "8"], "--world-size: closed-form estimates count --devices"),
         (["--search", "--top", "0"], "command line: --top 0: must be at least 1"),
         (["--search", "--world-size", "0"], "command line: --world-size 0: must be at least 1"),
         (["--study", "weak-scaling", "--world-size", "0"], "command line: --world-size 0: must be at least 1"),

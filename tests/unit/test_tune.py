@@ -215,13 +215,15 @@ def test_the_command_begins_with_what_the_planner_finds(machine: Machine, capsys
     assert [json.loads(line)["predicted_step_time_s"] for line in first] == sorted(predicted)[:2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", ["ctrl-c", "SIGTERM"])
 def test_ctrl_c_shows_what_there_is_and_leaves_the_file_valid(
-    number: signal.Signals, machine: Machine, capsys: pytest.CaptureFixture[str]
+    kind: str, machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(choice: Choice) -> Measured | Failed:
-        if len(machine.ran) == 4:
-            signal.raise_signal(number)
+        if len(machine.ran) == 4 and kind == "SIGTERM":
+            signal.raise_signal(signal.SIGTERM)
+        elif len(machine.ran) == 4:
+            raise KeyboardInterrupt  # SIGINT itself may be ignored here, as in what a shell starts in the background
         return machine(choice)
 
     with patch.object(trial, "Runner", lambda **_: interrupted):

@@ -63,8 +63,8 @@ def table_at(job: Any, path: At) -> Any:
 
 
 def filled(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved table of tables with every key that has a default and is not in it: under the default of a new option, a
-    run does what it did before. What is unknown here stays as it is.
+    """A saved job, a table of tables, with the defaults of options that are not in it: under the default of a new one,
+    a run does what it did before. It has its switches, and the names of its datasets. What is unknown stays as it is.
 
     A technique that the table lacks was not there, and is not added; a tracker or an axis likewise.
     """

@@ -18,7 +18,7 @@ MODES = ("list_clusters", "formulas", "dry_run", "search", "study")
 """Flags, each with a module of this package; without any, `predict`. `run(args)` of it returns the report, as JSON and
 as text. Imported when used."""
 
-_ORDINARY = {"objective": "time", "top": 10, "utilisation": 0.45}
+_ORDINARY = {"cluster": CLUSTER, "objective": "time", "top": 10, "utilisation": 0.45}
 _TAKEN = {
     **dict.fromkeys(
         ("objective", "top", "explain", "output", "in-place"), ("search", "no layout is searched; add --search")
@@ -29,7 +29,8 @@ _TAKEN = {
     "draw": ("predict", "only one predicted job is drawn; leave out what asks for another report"),
     "plot": ("predict study", "only one predicted job or a study is plotted"),
     "tokens": ("predict formulas", "only one predicted job and --formulas say what tokens take"),
-    "world-size": ("predict dry_run search study", "there is no layout; use --devices"),
+    "world-size": ("predict dry_run search study", "closed-form estimates count --devices"),
+    "cluster": ("predict dry_run search study", "only a job with a layout is on a cluster"),
     **dict.fromkeys(("against", "steps-ratio", "steps-ratios"), ("study", "no jobs are compared; add --study fabric")),
 }
 """Flags that only some modes take: these, and what to say with another one."""
@@ -62,9 +63,9 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     parser.add_argument(
         "--cluster", default=CLUSTER, metavar="C", help=f"name or file of a cluster; default: {CLUSTER}"
     )
-    parser.add_argument("--list-clusters", action="store_true", help="list the built-in clusters")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: those of the job's layout")
     kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--list-clusters", action="store_true", help="list the built-in clusters")
     kind.add_argument("--search", action="store_true", help="find the best layouts on --world-size ranks")
     kind.add_argument("--dry-run", action="store_true", help="build and step one rank on meta tensors")
     kind.add_argument("--formulas", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")

@@ -76,18 +76,12 @@ def is_unfinished(path: Path) -> bool:
     return _UNFINISHED.fullmatch(path.name) is not None
 
 
-class OtherFormatError(CheckpointError):
-    """A checkpoint of another version of titan. It is whole, so no older one is used instead."""
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint; a CheckpointError unless each field is of the type that `save` gave it."""
     state = read_table(path / STATE)
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
-        what = f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}"
-        kind = OtherFormatError if type(found) is int else CheckpointError
-        raise kind(f"{what}: use the version that saved it, or start under another --run.name")
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}")
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]
@@ -149,7 +143,7 @@ def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[
         try:
             check(path)
             found.append((read_state(path)["serial"], path))
-        except (UnreadableError, OtherFormatError):
+        except UnreadableError:
             raise  # a save that did not know the newest would be taken for an older one
         except (CheckpointError, FileNotFoundError) as error:
             if path.exists():

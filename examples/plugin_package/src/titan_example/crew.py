@@ -7,9 +7,8 @@ Gradients are left to sum. Cost: one all-reduce of all gradients per step; weigh
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register, shard_of
 from titan.contracts.base.cost import CollectiveCost
 
 
@@ -41,8 +40,7 @@ class Crew(Technique):
         """All micro batches are in the gradients. All ranks of the group have the same parameters, in one order."""
         parameters = [parameter for part in self._parts for _, parameter in part.parameters()]
         for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(own, group=self._group)
+            dist.all_reduce(shard_of(gradient), group=self._group)
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """A float32 number per parameter, once per step."""
