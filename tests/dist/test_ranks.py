@@ -61,13 +61,30 @@ def test_options_that_a_caller_chose_stay() -> None:
     assert run_ranks(_chosen, 1, init=False) == [3]
 
 
+def _sockets() -> int:
+    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _open(number)]
+    return sum(name.startswith("socket:") for name in names)
+
+
+def _open(number: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{number}")
+
+
 def _connections(eager: bool) -> int:
     """Sockets of a rank once it has joined, made the groups of a mesh and of checkpoints, and used all of them."""
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     if eager:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    stores: list[Any] = []
-    found = sockets._used("gloo", stores)["sockets"]
+    before = _sockets()
+    _enter()
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    checkpoints = Ranks(dist.get_rank(), dist.get_world_size())
+    number = torch.ones(1)
+    for group in (dist.group.WORLD, *cube.get_all_groups()):
+        dist.all_reduce(number, group=group)
+    assert checkpoints.gather(dist.get_rank()) == list(range(8))
+    assert checkpoints.first(lambda: "agreed") == "agreed"
+    found = _sockets() - before
     dist.barrier()
     return found
 

@@ -151,7 +151,7 @@ TWO_NODES = {"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"}
     [
         ({"NPROC": "many"}, "NPROC = 'many': must be an integer of at least 1"),
         ({"NPROC": "0"}, "NPROC = '0': must be an integer of at least 1"),
-        ({**TWO_NODES, "NODE_RANK": ""}, "NODE_RANK is not set; with NNODES = 2 it must be 0 to 1"),
+        ({"NPROC": "2", "NNODES": "2"}, "NODE_RANK is not set; with NNODES = 2 it must be 0 to 1"),
         ({**TWO_NODES, "NODE_RANK": "2"}, "NODE_RANK = 2: must be below NNODES = 2"),
         (TWO_NODES, "MASTER_ADDR is not set"),
         ({**TWO_NODES, "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""}, "scontrol is not in PATH"),

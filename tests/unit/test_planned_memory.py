@@ -259,7 +259,7 @@ KEPT = {
     "tensor parallel, whole sequences, selective", "ring, tensor parallel, grouped heads", "1F1B", "interleaved, full",
     "ulysses, window, full", "long documents, no mask, selective", "slopes, documents, full",
     "norms over all heads, tensor parallel", "norms over all heads, grouped, full", "experts, tensor parallel",
-    "workers, int8", "pure, zero 3, compensated, average of weights", "pure, replicas",
+    "experts, replicas", "workers, int8", "pure, zero 3, compensated, average of weights", "pure, replicas",
     "pure, the first layer's sums", "updates in backward, replicas", "sums of a large table, one rank per stage",
     "muon, tied, tensor parallel", "many words, head in float8", "head in float8, in small chunks",
 }  # fmt: skip
