@@ -1,4 +1,4 @@
-"""Nodes and ranks that state different jobs are refused by their keys, or train rightly where they may differ."""
+"""Nodes and ranks that state different jobs are refused by their keys, or train; of unequal memory they agree."""
 
 import json
 import os
@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
+from tests.planned import job_of
 from titan.config import Job, load_job
 from titan.errors import ConfigError, TitanError
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import GIB, peak_bytes
 from titan.ranks import failure, process
 from titan.ranks.meeting.launch_env import LOCAL
 from titan.ranks.meeting.same_job import APART, misfits, statement_of
@@ -228,3 +234,20 @@ def test_differences_of_two_launchers(tmp_path: Path) -> None:
             assert (code, other_code) == (2, 2), (key, said, other_said)
             assert all(f"{key} = " in words and "on node 1, but" in words for words in (said, other_said)), (key, said)
             assert not (tmp_path / key).exists(), "nothing is written"
+
+
+WORDS = ("--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+
+
+def _chosen(sizes: tuple[float, ...]) -> int | None:
+    number = dist.get_rank()
+    process.total_gib = lambda device: sizes[number]
+    job = foresight.settled(job_of(*WORDS), process.Rank(number, len(sizes), number, torch.device("cpu")))
+    return next(t.config.zero_stage for t in job.techniques if hasattr(t.config, "zero_stage"))
+
+
+def test_the_smallest_device_counts() -> None:
+    job = job_of(*WORDS)
+    gib = peak_bytes(costs_of(job), job.layout, DeviceMemory(0.0)) / GIB
+    assert run_ranks(_chosen, 2, (1.1 * gib, 1.1 * gib)) == [None, None]
+    assert run_ranks(_chosen, 2, (1.1 * gib, 0.9 * gib)) == [3, 3]

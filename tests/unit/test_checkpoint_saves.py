@@ -1,6 +1,7 @@
-"""Saves of one process: which one a run resumes from, and what is left and said when a save fails."""
+"""Saves of one process: which one a run resumes from, what is left and said when one fails, what is on disk when."""
 
 import errno
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench import mutations
 from tests.checkpoints import checkpointer_of, made, names_in, raising, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
@@ -296,3 +299,50 @@ def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeyp
     checkpointer.save(1, [ModelPart(module)], torch.optim.SGD(module.parameters()), {})
     checkpointer.wait()
     assert found == [7.0]
+
+
+def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    before: dict[str, bool] = {}
+    fsync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def look(path: Path, target: Path) -> Path:
+        if target.suffix == "" and path.is_dir():
+            before.update({file.name: file.stat().st_ino in synced for file in (path, *path.iterdir())})
+            synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", look)
+    saved = mutations.save(tmp_path)
+    names = {file.name for file in saved.iterdir()}
+    assert before == dict.fromkeys({f"{saved.name}.tmp", *names}, True) and {METADATA, STATE, MANIFEST} < names
+    assert tmp_path.stat().st_ino in synced
+
+
+@pytest.mark.parametrize("aside", [1, 1 << 62])
+def test_a_data_file_has_the_hash_of_its_bytes(aside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "HASHED_ASIDE", aside)
+    monkeypatch.setattr(storage, "SYNCED_EARLY", 1 << 10)
+    path = tmp_path / "data"
+    with storage._DataFile.created(path) as file:
+        for count in (1, 1 << 16, 3):
+            torch.save(torch.arange(count), file)
+    written = path.read_bytes()
+    assert (file.size, file.digest.digest()) == (len(written), hashlib.sha256(written).digest())
+
+
+def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells an error of writing back to one sync alone: that at the end of the file would succeed."""
+
+    monkeypatch.setattr(storage, "SYNCED_EARLY", 1)
+    monkeypatch.setattr(storage, "_sync_data", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(CheckpointError, match="disk full while saving step 1"):
+        checkpointer_of(tmp_path).save(1, *made(), {})
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -23,6 +24,7 @@ from titan.machine import (
     _cores_near,
     keep_freed_memory,
     let_segments_expand,
+    on_this_device,
     raise_descriptor_limit,
     stay_near,
 )
@@ -258,3 +260,20 @@ def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.Mo
     with pytest.raises(InterruptedError):
         build._built(job, rank, FolderLock(Path()), None)
     assert order == ["data", "near cuda:3"]
+
+
+def test_a_thread_works_on_the_device_of_the_thread_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    thread = Thread(target=on_this_device(told.append), args=("at work",))
+    assert told == []
+    thread.start()
+    thread.join()
+    assert told == [3, "at work"]
+
+
+def test_a_process_without_a_gpu_initializes_none() -> None:
+    told: list[int] = []
+    assert on_this_device(told.append) == told.append
