@@ -69,10 +69,8 @@ def _start(words: list[str]) -> int:
     if restarts and not job.checkpoint.goes_on:
         what = 'restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
         raise ConfigError(f"MAX_RESTARTS = {restarts}: {what}", "environment")
-    return start(
-        _train, words, place, statement_of(job), restarts, job.folder / "logs", fork_with=("titan.train",),
-        expendable=job.expendable, limit_s=job.comm.init_timeout_s,
-    )  # fmt: skip
+    logs, limit_s = job.folder / "logs", job.comm.init_timeout_s
+    return start(_train, words, place, statement_of(job), restarts, logs, ("titan.train",), limit_s)
 
 
 def _train(words: list[str]) -> int:

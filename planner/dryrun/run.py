@@ -103,7 +103,7 @@ class _Followed:
     """An engine that reports begin and end of its micro batches to the watch."""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
-        self._engine, self._watch = engine, watch
+        self._engine, self.parts, self._watch = engine, engine.parts, watch
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         """As the wrapped engine, with the step position recorded."""

@@ -48,7 +48,7 @@ _SAVED = frozenset(
         stacked_product._opoverload,
     }
 )
-"""What selective mode keeps of a model's operations, besides the `costly_operations` of techniques.
+"""What selective mode keeps of a model's operations, besides `ModelPart.costly`.
 
 `bmm` is not among them: its results include the S x S scores of attention that writes them.
 """
@@ -146,8 +146,7 @@ class ActivationCheckpoint(Technique):
             return
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1
-        costly = {operation for technique in context.techniques for operation in technique.costly_operations()}
-        wrap = partial(self._wrap, saved=_SAVED | costly)
+        wrap = partial(self._wrap, saved=_SAVED | part.costly)
         for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
                 part.wrap_forward(name, place, wrap)

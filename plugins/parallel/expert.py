@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, register
 from titan.contracts.base.cost import CollectiveCost, Matmul, When
@@ -91,16 +90,13 @@ class ExpertParallel(Technique):
         if context.mesh.layout.degree("ep") == 1:
             return
         mesh = context.mesh["ep"]
+        part.costly.add(torch.ops._c10d_functional.all_to_all_single.default)  # rows that have travelled
         for module in list(part.module.modules()):
             if isinstance(module, Experts):
                 module.use(partial(_compute, module, mesh.get_group().group_name, mesh.size()), by=self.name)
                 for linear in module.children():
                     assert isinstance(linear, StackedLinear)
                     slice_parameters(linear, mesh, {"weight": 0})
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """Rows that have travelled."""
-        return (torch.ops._c10d_functional.all_to_all_single.default,)
 
 
 def _stacks(spec: ModelSpec) -> list[Matmul]:

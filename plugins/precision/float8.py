@@ -52,7 +52,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
@@ -65,6 +64,8 @@ from titan.packages import install
 _log = logging.getLogger("titan.float8")
 _PASSES = {"tensorwise": 1.5, "rowwise": 4.5, "rowwise_with_gw_hp": 4.5, "mxfp8": 3.0, "mxfp8_with_gw_hp": 3.0}
 """Numbers of the run's precision moved per number that is cast: a maximum read, and each cast read and written."""
+MAXIMA = {torch.ops.aten.max.default, torch.ops.aten.amax.default}
+"""Of tensors or rows: each a pass over an operand for a few numbers."""
 _MX_CAPABILITY = (10, 0)
 
 
@@ -220,6 +221,8 @@ class Float8(Technique):
             ConfigError: the device has no such products, and the options forbid to emulate them.
         """
         emulate = self._emulates(context)
+        if not self.config.mx:  # maxima of blocks are many; a product is one of two matrices, in whatever format
+            part.costly |= MAXIMA
         linears = _linears(part.module, context.spec)
         names = {name for name, linear in linears.items() if self._converts(name, linear)}
         _convert(part.module, names, self.config, emulate)
@@ -253,13 +256,6 @@ class Float8(Technique):
                 f"and this device is {said}; remove [plugins.float8] for speed"
             )
         return bool(said)
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """Maxima of tensors or rows: a pass over an operand for a few numbers. Those of blocks are many.
-
-        A product is not among them: to whoever recomputes it is the product of two matrices, in whatever format.
-        """
-        return () if self.config.mx else (torch.ops.aten.max.default, torch.ops.aten.amax.default)
 
     def batch(self, batch: Batch) -> Batch:
         """Scale weights for a forward without gradients: an optimizer may have others for it than it trains."""

@@ -108,9 +108,9 @@ class Float16(Technique):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def objective(self, objective: Tensor) -> Tensor:
-        """Times the scale."""
-        return objective * self._scale
+    def loss_scale(self) -> Tensor:
+        """The scale, which is halved and doubled in place."""
+        return self._scale
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -120,10 +120,6 @@ class Float16(Technique):
             own = [shard_of(gradient) for gradient in gradients]
             # Gradients may be in the host's memory, where the scale is not.
             torch._foreach_mul_(own, (1 / self._scale).to(own[0].device))
-
-    def overflow_expected(self) -> Tensor:
-        """Yes, as long as there is a smaller scale."""
-        return self._scale > LEAST
 
     @torch.no_grad()
     def after_step(self, step: int, updated: Tensor) -> None:

@@ -305,11 +305,11 @@ def _an_expendable_rank_hangs() -> tuple[list[Ended], int]:
     def entry(argv: list[str]) -> int:
         if os.environ["RANK"] == "1":
             signal.pause()
+        failure._ask(lambda store: failure.begin(store, [[1]]), None)
         return 0
 
     rank_processes.GRACE_S = 0.1
     children = _children(entry, 2)
-    children.expendable = failure.Expendable([frozenset({1})])
     ended = children.lead()
     return ended, verdict(ended, children.heard, children.missed, None)
 

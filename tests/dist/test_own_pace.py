@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from titan.checkpoint.disk.folder import complete
 from titan.config import load_job
 from titan.contracts.base.mesh import Mesh
 from titan.ranks.meeting.signals import listening
-from titan.ranks.preemption import PacedPreemption
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
+from titan.training.pace import PacedPreemption
 
 STROLL = "--plugins.strollers.head_start"
 BATCH = ("--train.global_batch_size", "6")
@@ -57,8 +58,9 @@ def _stopped_after(ahead: int) -> int:
     """The first worker does `ahead` steps, then the other is sent a signal in its first; the last step of each."""
     rank = dist.get_rank()
     alone = [dist.new_group([number]) for number in range(2)][rank]
+    store, mesh_of_run = dist.distributed_c10d._get_default_store(), SimpleNamespace(apart=False)
     with listening():
-        question = PacedPreemption(alone, dist.distributed_c10d._get_default_store(), 0, max_minutes=0)
+        question = PacedPreemption(mesh_of_run, alone, store, 0, max_minutes=0)
         if rank == 1:
             dist.barrier()
         for step in range(1, 20):

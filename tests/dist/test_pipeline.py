@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.jobs import SELF_SEND
 from tests.logits import logits_of
 from tests.sweeps import but_sweep, swept_case
-from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
+from titan.contracts import Batch, BuildContext, Engine, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
@@ -136,7 +136,7 @@ def _alone(case: Case) -> tuple[ModelPart, float]:
 @cache
 def _run_alone(case: Case, shards: int) -> tuple[ModelPart, float]:
     context = _context(case, [], {})
-    (part,) = phases.assemble(context)
+    (part,) = phases.assemble(context).parts
     batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
     tokens = sum(int((batch.labels >= 0).sum()) for batch in batches)
     loss = _loss(tokens, [part], context.spec, chunk=batches[0].labels.numel())
@@ -165,12 +165,11 @@ class Found:
     logits: float | None
 
 
-def _assemble(case: Case) -> tuple[list[ModelPart], BuildContext, Any]:
+def _assemble(case: Case) -> tuple[Sequence[ModelPart], BuildContext, Engine]:
     techniques = _techniques(case)
     context = _context(case, techniques, case.degrees)
-    parts = phases.assemble(context)
-    (engine,) = (engine for t in techniques if (engine := t.engine(parts, context)) is not None)
-    return parts, context, engine
+    engine = phases.assemble(context)
+    return engine.parts, context, engine
 
 
 def _compare(case: Case) -> Found:
@@ -304,7 +303,7 @@ def _same_sums(axis: str, schedules: Sequence[str]) -> dict[str, float]:
     alone = Case(axes=((axis, 4),), micro_batches=2, bf16=True)
     techniques = _techniques(alone)
     context = _context(alone, techniques, alone.degrees)
-    (part,) = phases.assemble(context)
+    (part,) = phases.assemble(context).parts
     _loss(100, [part], context.spec)
     SequentialEngine(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4))
     expected = {name: _whole(_gradient(parameter)) for name, parameter in part.parameters()}

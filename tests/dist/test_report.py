@@ -132,10 +132,10 @@ def test_the_launcher_knows_of_what_has_been_printed() -> None:
 
 def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
     """Of whole workers, once all have begun; also told by another node when nobody serves the store any more."""
-    store, runs = HashStore(), failure.Expendable([frozenset({rank, rank + 1}) for rank in (2, 4, 6, 8)])
+    store, runs = HashStore(), failure.Expendable()
     runs.start(store)
     assert not runs.lose([2], "rank 2 was killed")  # before the first step
-    failure.begin(store)
+    failure.begin(store, [[rank, rank + 1] for rank in (2, 4, 6, 8)])
     assert not runs.lose([1], "rank 1 was killed") and not runs.lose([1, 2], "node 0 is gone")
     assert failure._first_to(store, failure._FIRST, 3) == 3
     assert runs.lose([2], "rank 2 was killed") and runs.lost == {2, 3} and runs.lose([3], "its mate")

@@ -300,7 +300,7 @@ def _applied(job: Job, core: AttentionCore | None = None) -> AttentionCore:
     core = core or AttentionCore()
     (technique,) = (each for each in job.techniques if each.name == "attention")
     context: Any = SimpleNamespace(job=job, spec=job.spec, device=torch.device("cpu"))
-    technique.apply(SimpleNamespace(module=core), context)  # type: ignore[arg-type]
+    technique.apply(SimpleNamespace(module=core, costly=set()), context)  # type: ignore[arg-type]
     return core
 
 

@@ -169,7 +169,7 @@ def test_each_token_costs_itself_alone(widths: list[int]) -> None:
 def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None:
     here = context(MODELS["llama"], net(MODELS["llama"]))
     direct = SequentialEngine(here.parts[0], ())
-    held = Strict(direct, here.parts, torch.device("cpu"))
+    held = Strict(direct, torch.device("cpu"))
     assert all(generation._Model(here, engine, ())._caching for engine in (held, direct))
 
 

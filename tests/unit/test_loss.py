@@ -1,7 +1,5 @@
 """Cross-entropy on whole logits: values, gradients, memory, refusals; what a step counts as tokens; clipping."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from titan.contracts import IGNORE, Batch, ModelPart, Technique
 from titan.layers.experts import SideLoss
 from titan.plugins.losses import cross_entropy
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
-from titan.training.engine import objective_of, valid_tokens
+from titan.training.engine import StepLoss, valid_tokens
 from titan.training.gradients import clip, clip_divisor
 
 BATCH, SEQ, VOCAB = 2, 9, 37
@@ -140,17 +138,17 @@ def test_the_factor_of_a_fused_update_is_what_clipping_divides_by() -> None:
     assert torch.equal(*weights) and not torch.equal(weights[0], torch.ones(1, 1000))
 
 
-def _changing(objective: Callable[[Technique, Tensor], Tensor]) -> Technique:
-    """A technique with this hook."""
-    made: Technique = type("Changing", (Technique,), {"objective": objective})(None)
+def _scaling(scale: float) -> Technique:
+    """A technique with this scale."""
+    made: Technique = type("Scaling", (Technique,), {"loss_scale": lambda self: torch.tensor(scale)})(None)
     return made
 
 
-def test_techniques_change_the_objective_in_their_order_and_that_of_side_losses_too() -> None:
-    plus, times = _changing(lambda self, loss: loss + 1), _changing(lambda self, loss: loss * 3)
-    changed, weight = objective_of([plus, times]), torch.tensor(2.0, requires_grad=True)
-    assert changed(weight).item() == 9
+def test_techniques_scale_the_objective_and_that_of_side_losses_too() -> None:
+    loss = StepLoss(CrossEntropy(Config()), torch.device("cpu"), [_scaling(2), Technique(None), _scaling(3)])
+    weight = torch.tensor(2.0, requires_grad=True)
+    assert loss.scaled(weight).item() == 12
     side = SideLoss()
-    side.share, side.changed = 0.25, changed
+    side.share, side.scaled = 0.25, loss.scaled
     side(weight * 5, weight.square()).backward()
-    assert weight.grad == 5 + 3 * 0.25 * 2 * 2
+    assert weight.grad == 5 + 6 * 0.25 * 2 * 2

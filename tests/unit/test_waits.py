@@ -69,7 +69,7 @@ LISTED = {
     "planner/search/best_first.py": {
         "_shared_out: receiver.recv": CHILD + "; one that dies closes the pipe", "_shared_out: process.join": CHILD,
     },
-    "titan/ranks/failure.py": {"_get: store.get": STORE, "agreed: store.get": STORE},
+    "titan/ranks/failure.py": {"_get: store.get": STORE},
     "titan/ranks/meeting/launch_env.py": {"_hosts: subprocess.run": "SCONTROL_S"},
     "titan/ranks/meeting/store.py": {
         "in_time: thread.join": "LOOK_S; `limit_s` around it", "in_time: answer.result": "0 s",
@@ -81,7 +81,7 @@ LISTED = {
     "titan/ranks/rank_processes.py": {
         "_wait: connection.wait": "none while the ranks run; GRACE_S after one has failed",
         "_hear_ranks: self._told.poll": "0 s", "_hear_ranks: self._told.recv_bytes": "none: there is something",
-        "_live: TCPStore": "none where it serves; else that of PyTorch, 300 s",
+        "_live: TCPStore": "none: it serves", "_connect: TCPStore": "ANSWER_S, as `Expendable.lose` asks",
     },
     "titan/ranks/meeting/caller.py": {"read: self.link.recv": "none: it does not block; HELLO_S in `Gathering._look`"},
     "titan/ranks/meeting/rendezvous.py": {
@@ -106,6 +106,7 @@ LISTED = {
     },
     "titan/train.py": {"_built: process.join": "comm.init_timeout_s"},
     "titan/training/build.py": {"_restore: checkpointer.connect": GROUP},
+    "titan/training/pace.py": {"_agreed: store.get": STORE, "due: self._asked.wait": GROUP},
     "titan/training/trainer.py": {"_finish: run.checkpointer.wait": SAVE, "_rescue: run.checkpointer.wait": SAVE},
     "planner/tuning/trial.py": {
         "_live: process.communicate": "--timeout", "_end: process.poll": "0 s", "_end: process.communicate": "GRACE_S",

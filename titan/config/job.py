@@ -10,7 +10,7 @@ from titan.contracts import Dataset, Fact, Loss, LrSchedule, Optimizer, Precisio
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.plugin.conformance import answer, label
-from titan.contracts.plugin.options import did_you_mean, shown
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import PluginError
 
 
@@ -70,21 +70,10 @@ class Job(contracts.Job):
             found += [facts[fact]] if fact in facts else []
         return found
 
-    @cached_property
-    def expendable(self) -> list[frozenset[int]]:
-        """The ranks of each worker that may die without ending the run; a PluginError if hooks name no such worker."""
-        axis = self.layout.worker_axis
-        if not (axis and self.stating("own_pace")):
-            return []
-        found: set[int] = set()
-        for technique in self.techniques:
-            workers = answer(technique, "expendable", tuple, self)
-            if wrong := [worker for worker in workers if worker not in range(1, self.layout.workers)]:
-                what = f"must be workers from 1 to {self.layout.workers - 1}, as the others need the first"
-                raise PluginError(f"technique {technique.name!r}: expendable() returned {shown(wrong[0])}; {what}")
-            found.update(workers)
-        worker_of = [self.layout.coordinate(rank)[axis] for rank in range(self.layout.world_size)]
-        return [frozenset(rank for rank, of in enumerate(worker_of) if of == worker) for worker in sorted(found)]
+    @property
+    def keeps_own_pace(self) -> bool:
+        """Whether there are workers, and they are at different steps."""
+        return bool(self.layout.worker_axis and self.stating("own_pace"))
 
     @cached_property
     def precision(self) -> Precision:

@@ -65,8 +65,7 @@ def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> 
         for capability in _required(technique)
         if capability not in provided
     ]
-    for what in ("split", "engine"):
-        owners = [name for name, t in on.items() if getattr(type(t), what) is not getattr(Technique, what)]
-        if len(owners) > 1:
-            sentences.append(f"only one technique may define {what}(), but these do: {', '.join(owners)}")
+    owners = [name for name, technique in on.items() if type(technique).split is not Technique.split]
+    if len(owners) > 1:
+        sentences.append(f"only one technique may define split(), but these do: {', '.join(owners)}")
     return sentences

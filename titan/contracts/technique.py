@@ -3,17 +3,17 @@
 Hooks of a training run, in the order in which they are called. Unless a hook says otherwise, every rank calls it at the
 same point, so a collective over any group of `context.mesh` is allowed:
 
-once per process that loads the job   check, facts, spec, precision: no process group, no tensors, no collectives
-`titan plan`, search, tune            cost: likewise
-`titan plan`, `titan config`, a run   unset_options: likewise
-once per run, on each rank            split or apply (by phase), engine, optimizer, then state_dict and load_state_dict
-per micro batch, on each rank         batch (by phase)
-per step, on each rank                before_step, before_microbatch, objective, after_backward, overflow_expected,
-                                      before_update, after_step
-per logged row, on each rank          measure
-per meeting, on each rank             meet: where workers keep their own pace
-per save, on each rank                state_dict: no collectives
-at the end of training, on each rank  close: no collectives
+plan    once per process that loads the job   check, facts, spec, precision: no process group, tensors or collectives
+        `titan plan`, search, tune            cost, no_effect: likewise
+        `titan plan`, `titan config`, a run   unset_options: likewise
+build   once per run, on each rank            split or apply (by phase), optimizer, loss_scale
+state   once per run, on each rank            state_dict, load_state_dict
+step    per micro batch, on each rank         batch (by phase)
+        per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
+        per logged row, on each rank          measure
+        per meeting, on each rank             meet: where workers keep their own pace
+state   per save, on each rank                state_dict: no collectives
+        at the end of training, on each rank  close: no collectives
 
 `titan plan --dry-run` calls the hooks of the build and of one step, and `state_dict`, with tensors on the meta device,
 of which each number that a hook reads is 1, and collectives that return at once. Validation, generation and evaluation
@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from titan.contracts.base.batch import Batch
 from titan.contracts.base.cost import Costs, PredictedStep
@@ -78,7 +77,7 @@ class Alike(dict[str, Tensor]):
 
 @dataclass
 class BuildContext:
-    """What a technique is given in `apply`, `split` and `engine`. One per rank; treat it as read-only.
+    """What a technique is given in `apply` and `split`. One per rank; treat it as read-only.
 
     mesh: process groups, and this rank's coordinates.  spec, precision: with the changes of all techniques.
     techniques: those that are on, in TOML order.
@@ -103,10 +102,13 @@ class BuildContext:
 
 
 class Engine(Protocol):
-    """Runs forward and backward over the micro batches of a step. Made by `Technique.engine`, or the host's own.
+    """Runs forward and backward over the micro batches of a step. Made by `Technique.split`, or the host's own.
 
     May not draw from PyTorch's default generators or write to a persistent buffer: each step is checked.
+    parts: the model parts of this rank, in stage order.
     """
+
+    parts: Sequence[ModelPart]
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches to `.grad`; every rank calls it once per step; collectives allowed.
@@ -153,19 +155,13 @@ class Technique(Plugin):
     search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
     measures: ClassVar[Mapping[str, Measure]] = {}
 
+    # --- plan -----------------------------------------------------------------------------------------------------
+
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Sentences about what cannot work in this job; each names value found, value required, and the key.
 
         Called in every process that loads the job, and for each layout that a search considers. May build the model
         under `torch.device("meta")`.
-        """
-        return ()
-
-    def no_effect(self, spec: ModelSpec) -> Iterable[str]:
-        """Sentences about options that change nothing for this model; each names value found and the key.
-
-        A run at its start and a plan print them; a search leaves out tables of `search_space` that have any. `check`
-        refuses jobs. Builds nothing. spec: as all techniques have changed it.
         """
         return ()
 
@@ -187,10 +183,11 @@ class Technique(Plugin):
         """The run's precision as this technique changes it, likewise; the first one is given float32 for all dtypes."""
         return precision
 
-    def expendable(self, job: Job) -> tuple[int, ...]:
-        """Workers, by their place along the axis with weights of their own, that may die without ending the run.
+    def no_effect(self, spec: ModelSpec) -> Iterable[str]:
+        """Sentences about options that change nothing for this model; each names value found and the key.
 
-        Called in every process that loads the job, where a technique states `own_pace`. Not the first one. See `meet`.
+        A run at its start and a plan print them; a search leaves out tables of `search_space` that have any. `check`
+        refuses jobs. Builds nothing. spec: as all techniques have changed it.
         """
         return ()
 
@@ -217,6 +214,18 @@ class Technique(Plugin):
         """
         return []
 
+    # --- build ----------------------------------------------------------------------------------------------------
+
+    def split(self, model: nn.Module, context: BuildContext) -> Engine | None:
+        """Phase `split` only, in place of `apply`: an engine with the parts of the model that this rank trains.
+
+        None: the host's SequentialEngine runs the whole model. Only one technique may define it: what cuts a model into
+        stages also says in which order they run. Called for generation and evaluation too.
+        model is the whole model on the meta device. Set modules of other stages to None, and drop the layers of other
+        stages from their ModuleDict. Later phases wrap the parts, so an engine asks for a part's `runner` in a step.
+        """
+        return None
+
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Change one model part, in this technique's phase; called on every rank, for each of its parts in stage order.
 
@@ -228,29 +237,13 @@ class Technique(Plugin):
         parts: collectives are allowed over groups of axes within a stage, in the same order on all their ranks.
         """
 
-    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
-        """Phase `split` only, in place of `apply`: the parts of the model that this rank trains, in stage order.
-
-        Only one technique may define it. model is the whole model on the meta device. Set modules of other stages to
-        None, and drop the layers of other stages from their ModuleDict.
-        """
-        return [ModelPart(model)]
-
-    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
-        """An engine in place of the host's SequentialEngine, which runs one part; None: keep the host's.
-
-        Called after the last phase and before the optimizer is built, also for generation and evaluation. Only one
-        technique may define it. parts are this rank's, wrapped and materialized, in stage order.
-        """
-        return None
-
     def optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter]
     ) -> torch.optim.Optimizer:
         """The run's optimizer as this technique changes it: one that wraps it, or `optimizer` itself.
 
-        Called after `engine`, each technique with the result of the one before, and with what the job's optimizer was
-        built from: in TOML order, but the later for the facts `state_on_host` and `updates_in_backward`.
+        Called after the last phase, each technique with the result of the one before, and with what the job's optimizer
+        was built from: in TOML order, but the later for the facts `state_on_host` and `updates_in_backward`.
         Who returns a wrapper states the fact `wraps_optimizer`. It has `param_groups` and `state` of the wrapped one,
         and its `eval` and `train` where it has these (`Optimizer.build`). It keeps what it adds there, by a slot name
         of its own per parameter: so a checkpoint has it under canonical names, at any layout. One that keeps state
@@ -258,6 +251,18 @@ class Technique(Plugin):
         finite: no collectives in it over an axis with weights of their own, whose ranks judge each for themselves.
         """
         return optimizer
+
+    def loss_scale(self) -> Tensor | None:
+        """What the objective is multiplied by before it is differentiated: a float32 scalar on the device; or None.
+
+        Called once, after the last phase; change the tensor in place, between steps, alike on all ranks of a worker.
+        Divide the gradients by it in `after_backward`; logged losses are without it. While it is above 1, a step that
+        is not finite does not end the run, whatever `train.non_finite` is: the update is skipped and counted.
+        For gradients in float16 alone: the host has to know, as it divides the loss by tokens and judges the step.
+        """
+        return None
+
+    # --- step -----------------------------------------------------------------------------------------------------
 
     def batch(self, batch: Batch) -> Batch:
         """A micro batch as this technique changes it: a copy made by `dataclasses.replace`, or `batch` itself.
@@ -267,19 +272,6 @@ class Technique(Plugin):
         and positions alike, and documents whole. The host deals samples.
         """
         return batch
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """Its own operations whose results are dear: recomputation that keeps any keeps these. Called once per part."""
-        return ()
-
-    def objective(self, objective: Tensor) -> Tensor:
-        """The scalar that is differentiated, as this technique changes it, such as by a loss scale; or itself.
-
-        Called with a micro batch's share of the step's mean, in the forward of the last stage, and with what a
-        `SideLoss` adds, in any stage, maybe compiled: no collectives, no reading on the host. Undo in `after_backward`
-        what this does to gradients. Logged losses stay as they are.
-        """
-        return objective
 
     def before_step(self, step: int) -> None:
         """A step begins; `step` counts from 1. The micro batches are on the device, gradients are cleared."""
@@ -295,16 +287,9 @@ class Technique(Plugin):
         """All micro batches have been added to the gradients; norm, clipping and update follow.
 
         `.grad` of this rank's parameters may be changed in place, or reduced; none may stay a partial sum, since the
-        global norm is computed next. Techniques that change the objective come first, then those that own or cover
+        global norm is computed next. Techniques with a loss scale come first, then those that own or cover
         axes, the latest phase first.
         """
-
-    def overflow_expected(self) -> Tensor | None:
-        """Whether a step that is not finite does not end the run now, whatever `train.non_finite` is; None: it may.
-
-        A bool scalar on the device, equal on all ranks of a worker. The update is skipped and counted all the same.
-        """
-        return None
 
     def before_update(self, grad_norm: Tensor) -> None:
         """Gradients are clipped, and the optimizer is about to step, unless loss or norm are not finite.
@@ -322,16 +307,6 @@ class Technique(Plugin):
             equal on all ranks of a worker. Where it is false, state that follows updates stays, by `torch.where`.
         """
 
-    def meet(self, step: int) -> Collection[int] | None:
-        """All ranks have done step `step`, and are about to validate, to save, or to end.
-
-        Called only where a technique states `own_pace`: where workers may wait for each other, and collectives over all
-        ranks are allowed. Weights may be changed here, the same way on every rank that has them.
-        Returns the `expendable` workers that have died so far, as the ranks of the first worker know; what rank 0 says
-        counts. The host goes on without them: `context.mesh` reduces over the workers that are there.
-        """
-        return None
-
     def measure(self) -> Mapping[str, Tensor | None]:
         """What this rank adds to the row of the step just done: each name in `measures` -> a value, or None.
 
@@ -343,6 +318,20 @@ class Technique(Plugin):
         counts add up to 0. The host joins the values of all ranks and reads them with the loss: read none here.
         """
         return {}
+
+    def meet(self, step: int) -> Collection[int] | None:
+        """All ranks have done step `step`, and are about to validate, to save, or to end.
+
+        Called only where a technique states `own_pace`: where workers may wait for each other, and collectives over all
+        ranks are allowed. Weights may be changed here, the same way on every rank that has them.
+        Returns the workers that have died so far, of those that `Mesh.spare` names, as the ranks of the first worker
+        know; what rank 0 says counts. The host goes on without them: `context.mesh` reduces over those that are there.
+        For parameter servers alone: no other technique lets workers be at different steps, and only the host knows when
+        a run pauses.
+        """
+        return None
+
+    # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """State that must outlive the process: tables and lists of tensors, and of values that JSON can hold.

@@ -27,7 +27,6 @@ from titan.errors import CheckpointError, ConfigError
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import context_of
-from titan.training.engine import SequentialEngine
 
 TAKEN_OVER = ("model", "loss")
 TAKEN_OF_DATA = ("seq_len", "packing")
@@ -43,9 +42,13 @@ class Trained:
     job: Job
     rank: Rank
     context: BuildContext
-    parts: Sequence[ModelPart]
     engine: Engine
     delimiters: Delimiters
+
+    @property
+    def parts(self) -> Sequence[ModelPart]:
+        """The model parts of this rank, in stage order."""
+        return self.engine.parts
 
 
 def open_job(
@@ -133,8 +136,6 @@ def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: boo
     technique: whose weights to take in place of the trained ones.  bos: as `delimiters` has it.
     """
     context = context_of(job, rank)
-    parts = phases.assemble(context)
-    load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size), technique)
-    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
-    engine = engine or SequentialEngine(parts[0], context.techniques)
-    return Trained(job, rank, context, parts, engine, delimiters(path, job, bos))
+    engine = phases.assemble(context)
+    load_weights(path, job.model, engine.parts, Ranks(rank.number, rank.world_size), technique)
+    return Trained(job, rank, context, engine, delimiters(path, job, bos))

@@ -175,18 +175,18 @@ class SideLoss(nn.Module):
 
     share: what the sum over a rank's sequences is multiplied by. The host sets it to one over the sequences of a step.
         A technique whose ranks all compute the loss alike, and add up gradients, divides it by their number.
-    changed: what techniques do to the objective, such as to scale it (`Technique.objective`). The host sets it.
+    scaled: the objective times the scales of techniques (`Technique.loss_scale`). The host sets it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.share = 1.0
-        self.changed: Callable[[Tensor], Tensor] = _unchanged
+        self.scaled: Callable[[Tensor], Tensor] = _unscaled
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
         """x, any tensor that the objective depends on; loss, a scalar, the sum over the sequences of this forward."""
-        return _WithLoss.apply(x, self.changed(loss * self.share))  # type: ignore[no-any-return,no-untyped-call]
+        return _WithLoss.apply(x, self.scaled(loss * self.share))  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _unchanged(objective: Tensor) -> Tensor:
+def _unscaled(objective: Tensor) -> Tensor:
     return objective

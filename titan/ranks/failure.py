@@ -7,10 +7,12 @@ launcher serves it. They raise RuntimeError if the process that served the store
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -150,17 +152,9 @@ def first(store: Store) -> int | None:
     return int(rank) if rank else None
 
 
-def begin(store: Store) -> None:
-    """Tell that all ranks have begun to train: from now on the run may lose workers that are expendable."""
-    _set(store, "begun")
-
-
-def agreed(store: Store, meeting: int, rank: int, gone: Collection[int]) -> list[int]:
-    """At meeting number `meeting`: the workers that are gone, as rank 0 says, which hears of them; waits for rank 0."""
-    key = f"gone at meeting {meeting}"
-    if rank == 0:
-        store.set(key, " ".join(map(str, sorted(gone))))
-    return [int(worker) for worker in store.get(key).split()]
+def begin(store: Store, workers: Sequence[Sequence[int]]) -> None:
+    """Tell that all ranks have begun to train: from now on the run may lose these workers, given by their ranks."""
+    _set(store, "begun", json.dumps(workers))
 
 
 def cause(store: Store) -> tuple[int | None, int | None, bool]:
@@ -212,39 +206,46 @@ class Expendable:
     nobody has foreseen, such as one of a device. What ends a run on purpose, such as a loss that is not finite, ends it
     on any rank.
 
-    store: where ranks tell that they have begun, and how they fail; None: nobody serves it.
     lost: the ranks of workers that are gone.
     """
 
-    def __init__(self, workers: Sequence[frozenset[int]] = ()) -> None:
-        self.store: Store | None = None
+    def __init__(self) -> None:
         self.lost: set[int] = set()
-        self._worker_of = {rank: worker for worker in workers for rank in worker}
-        self._begun = False
-
-    def __bool__(self) -> bool:
-        return bool(self._worker_of)
+        self._store: Store | None = None
+        self._reach: Callable[[float], Store] | None = None
+        self._worker_of: dict[int, frozenset[int]] = {}
 
     def __contains__(self, rank: int) -> bool:
+        self._look()
         return rank in self._worker_of
 
-    def start(self, store: Store | None) -> None:
-        """All ranks start, again perhaps."""
-        self.store, self._begun = store, False
+    def start(self, store: Store | None, reach: Callable[[float], Store] | None = None) -> None:
+        """All ranks start, again perhaps.
+
+        store: where ranks tell that they have begun, and how they fail; None: another node serves it.
+        reach: connects to it within so many seconds, as soon as a rank here has died.
+        """
+        self._store, self._reach = store, reach
+        self._worker_of.clear()
         self.lost.clear()
 
     def stop(self) -> None:
-        """Nobody serves the store any more. That all had begun is remembered: other nodes may tell of losses later."""
-        self._has_begun()
-        self.store = None
+        """Nobody serves the store any more. Who may be lost is remembered: other nodes may tell of losses later."""
+        self._look()
+        self._store = self._reach = None
 
     def lose(self, ranks: Iterable[int], cause: object) -> bool:
         """Whether the run goes on without these ranks, which died for a `cause`; says so once of each worker."""
         ranks = set(ranks) - self.lost
         if not ranks:
             return True
+        if self._store is None and self._reach is not None:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
+            self._reach = None
+        self._look()
         kinds = {self._kind_of(rank) for rank in ranks}
-        if not ranks <= self._worker_of.keys() or {DECIDED, STOPPED} & kinds or not self._has_begun():
+        if not ranks <= self._worker_of.keys() or {DECIDED, STOPPED} & kinds:
             return False
         for worker in {self._worker_of[rank] for rank in ranks}:
             self.lost |= worker
@@ -252,17 +253,18 @@ class Expendable:
                 named = f"rank{'s' if len(worker) > 1 else ''} {', '.join(map(str, sorted(worker)))}"
                 say(f"warning: {cause}; the run goes on without its worker, {named}")
         with contextlib.suppress(RuntimeError):
-            if self.store is not None and first(self.store) in self.lost:  # what fails now is not for want of them
-                _whole(self.store).delete_key(_key(_FIRST))
+            if self._store is not None and first(self._store) in self.lost:  # what fails now is not for want of them
+                _whole(self._store).delete_key(_key(_FIRST))
         return True
 
-    def _has_begun(self) -> bool:
-        if self.store is not None and not self._begun:
+    def _look(self) -> None:
+        """Who may be lost, as soon as all ranks have begun."""
+        if self._store is not None and not self._worker_of:
             with contextlib.suppress(RuntimeError):
-                self._begun = _has(self.store, "begun")
-        return self._begun
+                workers = map(frozenset, json.loads(_get(self._store, "begun") or "[]"))
+                self._worker_of = {rank: worker for worker in workers for rank in worker}
 
     def _kind_of(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):
-            return "" if self.store is None else _get(self.store, f"kind {rank}")
+            return "" if self._store is None else _get(self._store, f"kind {rank}")
         return ""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError
 from titan.machine import raise_descriptor_limit
-from titan.ranks.failure import Expendable
 from titan.ranks.meeting import launch_env, rendezvous, slurm
 from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement
@@ -32,15 +31,20 @@ def place_asked_for() -> LaunchEnv | None:
 
 
 def start(
-    entry: Entry, words: list[str], place: LaunchEnv, statement: Statement, restarts: int = 0, logs: Path | None = None,
-    fork_with: Sequence[str] = (), expendable: Sequence[frozenset[int]] = (), limit_s: float = rendezvous.JOIN_S,
-) -> int:  # fmt: skip
+    entry: Entry,
+    words: list[str],
+    place: LaunchEnv,
+    statement: Statement,
+    restarts: int = 0,
+    logs: Path | None = None,
+    fork_with: Sequence[str] = (),
+    limit_s: float = rendezvous.JOIN_S,
+) -> int:
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
 
     statement: of the job, which all nodes must have.  limit_s: longest wait for the other nodes.
     logs: where ranks write theirs.  fork_with: modules that ranks need. Forked ranks find them imported; spawned ranks
-    inherit no module, so this process imports none for them.  expendable: the ranks of each worker that may die
-    without ending the run.
+    inherit no module, so this process imports none for them.
 
     TitanError: the nodes of the run do not find together, or a signal came before they did.
     """
@@ -52,7 +56,7 @@ def start(
             importlib.import_module(module)
     try:
         with rendezvous.meet(place, statement, limit_s) as others:
-            children = RankProcesses(entry, words, place, forkable, others, expendable=Expendable(expendable))
+            children = RankProcesses(entry, words, place, forkable, others)
             return children.follow() if place.node else _lead(children, restarts, logs)
     except PreemptedError as error:
         if place.node:  # node 0 has done so before it told the others

@@ -13,8 +13,7 @@ A signal that comes during step n is therefore acted upon after step n + 1 at th
 whichever is later, while steps keep their length. A run that is asked to stop while it trains always does a step
 first, so that it makes progress. A signal that comes before training begins ends the run at once (`signals.raised`).
 
-Cost: an all-reduce of 16 bytes per second or per step, whichever is rarer, overlapped with the step. Workers that are
-at different steps ask each other by the store instead (`PacedPreemption`): two messages per worker and step.
+Cost: an all-reduce of 16 bytes per second or per step, whichever is rarer, overlapped with the step.
 """
 
 import os
@@ -23,7 +22,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import STARTED
@@ -79,7 +77,7 @@ class Preemption:
             if self._steps >= FIRST_STEPS:  # steps until the next question, from what all ranks know alone
                 fit = int(1e6 * INTERVAL_S) // max(1, int(self._shared[1]))
                 self._every = max(1, min(fit, MOST_STEPS, 2 * self._every))
-        return _told(int(self._shared[0]))
+        return self.reason(int(self._shared[0]))
 
     def _lap_us(self) -> int:
         """Mean length of the steps since this rank asked last, with all that came between them; begins the next lap."""
@@ -91,53 +89,9 @@ class Preemption:
     def _mine(self) -> int:
         return _REASONS.index(signals.gravest() or ("run.max_minutes" if time.monotonic() > self._ends else ""))
 
-
-class PacedPreemption(Preemption):
-    """The same where workers are at different steps, and are never to wait for each other; `ask` before each step.
-
-    The store has the last step that any worker has promised to make. Before each step, the first rank of a worker
-    promises the step after it. Once a worker has written there why to stop, no promise is made any more: all workers
-    stop after the last promised step, which none of them can have passed.
-
-    mates: the ranks of this worker, for tensors in host memory.  store: of all ranks.  step: the steps done.
-    """
-
-    def __init__(self, mates: dist.ProcessGroup, store: Store, step: int, max_minutes: float) -> None:
-        super().__init__(mates.size(), max_minutes, mates)
-        self._store, self._step = store, step
-        self._seen = ""  # what the store had last: the last promised step, and the reason to stop after it
-        self._reason = 0
-        self._shared = torch.zeros(3, dtype=torch.int64)  # this worker's reason; the last step and the reason for it
-
-    def ask(self, *, now: bool = False) -> None:
-        """Before a step: promise the next one, and begin to tell the ranks of this worker."""
-        self._step += 1
-        last, why = self._promise() if dist.get_rank(self._group) == 0 else (0, 0)
-        self._shared[0], self._shared[1], self._shared[2] = self._mine(), last, why
-        self._share()
-
-    def due(self) -> str:
-        """After the step: what asks the run to stop, after the same step on all workers; empty to go on."""
-        assert self._asked is not None
-        self._asked.wait()
-        self._reason, last, why = self._shared.tolist()
-        return _told(why) if why and self._step >= last else ""
-
-    def _promise(self) -> tuple[int, int]:
-        """The last promised step, and the reason to stop after it, 0 for none."""
-        while True:
-            last, why = (int(word) for word in self._seen.split()) if self._seen else (0, 0)
-            if why:
-                return last, why
-            wanted = f"{last} {self._reason}" if self._reason else f"{max(last, self._step + 1)} 0"
-            if wanted == self._seen:
-                return last, 0
-            self._seen = self._store.compare_set("promised", self._seen, wanted).decode()
-
-
-def _told(reason: int) -> str:
-    """The name of a reason. That of a signal counts as heard by this rank, too."""
-    name = _REASONS[reason]
-    if name in signal.Signals.__members__:
-        signals.note(signal.Signals[name])
-    return name
+    def reason(self, number: int) -> str:
+        """The name of a reason to stop. That of a signal counts as heard by this rank, too."""
+        name = _REASONS[number]
+        if name in signal.Signals.__members__:
+            signals.note(signal.Signals[name])
+        return name

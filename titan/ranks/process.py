@@ -58,7 +58,7 @@ def join(job: Job, **options: Any) -> Rank:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
         torch.use_deterministic_algorithms(True)
     # A rank whose collective is late has NCCL's recorders of all ranks write, and then end their processes.
-    nccl = rank.device.type == "cuda" and not job.expendable
+    nccl = rank.device.type == "cuda" and not job.keeps_own_pace
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=nccl)
     statement = statement_of(job, rank.device.type, **options) if rank.world_size > 1 else None
     enter(rank, job.comm.init_timeout_s, statement)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -163,10 +164,7 @@ class RankProcesses:
                 store = TCPStore(
                     LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
-            elif self.expendable:
-                with contextlib.suppress(RuntimeError):  # node 0 does not serve it
-                    store = TCPStore(self.place.host, port, is_master=False, wait_for_workers=False)
-            self.expendable.start(store)
+            self.expendable.start(store, lambda limit: _connect(self.place.host, port, limit))
             ended = self._wait()
             self._hear_ranks()
             assert self._told is not None
@@ -285,6 +283,10 @@ class RankProcesses:
             self._pass_on(number)
         self.stuck |= set(said["stuck"])
         return not all(self._spare([end.rank], end) for end in self._elsewhere[node] if end.failed)
+
+
+def _connect(host: str, port: int, limit_s: float) -> Store:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
 
 
 def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int, tell: connection.Connection) -> None:

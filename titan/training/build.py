@@ -5,13 +5,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
-import torch.distributed as dist
 
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
@@ -36,10 +34,11 @@ from titan.ranks.folder_lock import FolderLock
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.training import phases
-from titan.training.engine import SequentialEngine, StepLoss, Strict
+from titan.training.engine import StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
 from titan.training.nonfinite import Counts, NonfiniteGuard
+from titan.training.pace import OwnPace, Together
 
 
 @dataclass(kw_only=True)
@@ -49,7 +48,6 @@ class Core:
     job: Job
     rank: Rank
     context: BuildContext
-    parts: Sequence[ModelPart]
     engine: Engine
     optimizer: torch.optim.Optimizer
     loss: StepLoss
@@ -58,15 +56,15 @@ class Core:
     step: int = 0
     tokens: int = 0
 
+    @property
+    def parts(self) -> Sequence[ModelPart]:
+        """The model parts of this rank, in stage order."""
+        return self.engine.parts
+
 
 @dataclass(kw_only=True)
 class Run(Core):
-    """A step's needs, and what hangs on a run of them.
-
-    mates: where workers keep their own pace, the ranks of this rank's worker, for tensors in host memory; else None.
-    remaining: the ranks that are there, for tensors in host memory, once the run has lost workers; None: all are.
-    meetings: how often workers that keep their own pace have met.
-    """
+    """A step's needs, and what hangs on a run of them."""
 
     loader: Loader
     trackers: Trackers
@@ -75,9 +73,7 @@ class Run(Core):
     lock: FolderLock
     validation_samples: Samples | None
     tokenizer: Identity
-    mates: dist.ProcessGroup | None
-    remaining: dist.ProcessGroup | None = None
-    meetings: int = 0
+    pace: Together
     dropped: int = 0
     saved: int = 0
     validation_loss: float | None = None
@@ -137,9 +133,8 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     before = Counts(*(int(rest.get(name, 0)) for name in Counts._fields))
-    fresh = not core.optimizer.state and not job.stating("own_pace")
-    core.guard = _guard(job, before, context.mesh, fresh=fresh)
-    core.engine = Strict(core.engine, core.parts, rank.device)
+    core.guard = _guard(job, before, context.mesh, fresh=not core.optimizer.state)
+    core.engine = Strict(core.engine, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = open_loader(job, rank, samples, first=int(rest.get("data", {}).get("samples", 0)))
     trackers = Trackers(job.trackers if rank.number == 0 else ())
@@ -148,27 +143,24 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
         params=context.spec.params, every=job.metrics.every, measures=core.measures.names,
     )  # fmt: skip
     together(lambda: _begin(job, rank, trackers, info), rank, limit_s)
-    mates = _mates(job, rank)
+    meter = Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops)
+    pace = (OwnPace if job.keeps_own_pace else Together)(context, meter, checkpointer)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     keep_freed_memory(rank.device)  # not before: what tokenizing and loading took for a while is given back
     return Run(
-        **vars(core), loader=loader, trackers=trackers,
-        meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops, mates),
-        checkpointer=checkpointer, dropped=before.dropped, validation_samples=validation_samples, saved=step, lock=lock,
-        mates=mates, tokenizer=tokenizer,
-    )  # fmt: skip
-
-
-def _mates(job: Job, rank: Rank) -> dist.ProcessGroup | None:
-    """The ranks that are at the same step as this one; None: all are."""
-    axis = job.layout.worker_axis
-    if not (axis and job.stating("own_pace")):
-        return None
-    at = [job.layout.coordinate(number)[axis] for number in range(rank.world_size)]
-    mates = [number for number, worker in enumerate(at) if worker == at[rank.number]]
-    timeout = timedelta(seconds=job.comm.init_timeout_s)
-    return dist.new_group(mates, timeout, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+        **vars(core),
+        loader=loader,
+        trackers=trackers,
+        meter=meter,
+        checkpointer=checkpointer,
+        lock=lock,
+        validation_samples=validation_samples,
+        tokenizer=tokenizer,
+        pace=pace,
+        dropped=before.dropped,
+        saved=step,
+    )
 
 
 def wire(
@@ -176,8 +168,8 @@ def wire(
 ) -> Core:
     """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
     context = context_of(job, rank)
-    parts = phases.assemble(context, materialise)
-    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
+    engine = phases.assemble(context, materialise)
+    parts = engine.parts
     named = named_parameters(parts, context)
     optimizer = job.optimizer.build(named)
     for technique in phases.wrapping(context.techniques):
@@ -187,11 +179,10 @@ def wire(
     for module in (module for part in parts for module in part.module.modules()):
         if isinstance(module, SideLoss):
             module.share /= job.train.global_batch_size // job.layout.workers
-            module.changed = loss.changed
+            module.scaled = loss.scaled
     return Core(
-        job=job, rank=rank, context=context, parts=parts, optimizer=optimizer, loss=loss,
-        engine=engine or SequentialEngine(parts[0], context.techniques), guard=_guard(job, Counts(), context.mesh),
-        measures=Measures(job, parts, context.mesh),
+        job=job, rank=rank, context=context, engine=engine, optimizer=optimizer, loss=loss,
+        guard=_guard(job, Counts(), context.mesh), measures=Measures(job, parts, context.mesh),
     )  # fmt: skip
 
 
@@ -297,7 +288,7 @@ def _restore(
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
         mesh=core.context.mesh, copies=copies,
     )  # fmt: skip
-    if job.expendable:
+    if core.context.mesh.spared:
         checkpointer.connect()
     path = checkpointer.find(section.resume)
     if path is None:

@@ -3,7 +3,7 @@
 Strict: wraps any engine, and raises if a pass draws random numbers or writes to a persistent buffer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from titan.contracts import IGNORE, Batch, Engine, Loss, ModelPart, Projection, Technique
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
-from titan.training.phases import changes_objective
 
 
 class SequentialEngine:
     """The engine of a model that is not split into stages (see `contracts.Engine`)."""
 
     def __init__(self, part: ModelPart, techniques: Sequence[Technique]) -> None:
-        self.part, self.techniques = part, techniques
+        self.parts: Sequence[ModelPart] = [part]
+        self.techniques = techniques
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches."""
         for index, batch in enumerate(batches):
             for technique in self.techniques:
                 technique.before_microbatch(index, len(batches))
-            self.part.forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
+            self.parts[0].forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
         """Logits [B, S, V] of one micro batch of this rank, without gradients."""
-        return self.part.forward(batch.tokens, batch)
+        return self.parts[0].forward(batch.tokens, batch)
 
 
 class Strict:
@@ -45,11 +45,11 @@ class Strict:
     a checkpoint keeps one. Checking every step takes microseconds of the host.
     """
 
-    def __init__(self, engine: Engine, parts: Sequence[ModelPart], device: torch.device) -> None:
-        self.inner, self._device = engine, device
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.inner, self.parts, self._device = engine, engine.parts, device
         self._buffers = [
             (f"{path}.{name}" if path else name, module, name)
-            for part in parts
+            for part in self.parts
             for path, module in part.module.named_modules()
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
@@ -125,12 +125,12 @@ class StepLoss:
     called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it.
 
     reported: the cross-entropy that this rank has seen in the step.
-    changed: what the techniques do to the objective before it is differentiated; `reported` is left as it is.
+    scales: those of the techniques, by which the objective is multiplied; `reported` is left as it is.
     """
 
     def __init__(self, loss: Loss, device: torch.device, techniques: Sequence[Technique] = ()) -> None:
         self._loss = loss
-        self.changed = objective_of(techniques)
+        self.scales = [scale for technique in techniques if (scale := technique.loss_scale()) is not None]
         self.reported = torch.zeros((), device=device)
         self._tokens = torch.ones((), device=device)
         self._labels: Tensor | None = None
@@ -158,22 +158,16 @@ class StepLoss:
         labels, self._labels = self._labels, None
         if labels is None:
             return project(hidden)
-        project = replace(project, factor=self.changed(1 / self._tokens))
+        project = replace(project, factor=self.scaled(1 / self._tokens))
         objective, reported = self._loss.of_hidden(hidden, labels, project)
         self.reported += reported.detach() / self._tokens
-        return self.changed(objective / self._tokens)
+        return self.scaled(objective / self._tokens)
 
-
-def objective_of(techniques: Sequence[Technique]) -> Callable[[Tensor], Tensor]:
-    """The hooks `objective` of these techniques, one after the other; nothing but calls, as compiled blocks have it."""
-    hooks = [technique.objective for technique in techniques if changes_objective(technique)]
-
-    def changed(objective: Tensor) -> Tensor:
-        for hook in hooks:
-            objective = hook(objective)
+    def scaled(self, objective: Tensor) -> Tensor:
+        """What is differentiated, of a share of the step's mean; compiled blocks call it too."""
+        for scale in self.scales:
+            objective = objective * scale
         return objective
-
-    return changed
 
 
 def valid_tokens(batches: Sequence[Batch]) -> Tensor:

@@ -46,15 +46,14 @@ class Meter:
     """Turns steps into rows, whose speed is over all of the wall clock since the row before.
 
     devices: of the run; fewer once it has lost workers.
-    mates: where workers keep their own pace, the ranks of this one; else None.
+    mates: where workers keep their own pace, the ranks of this one, for tensors in host memory; None: all ranks.
     """
 
-    def __init__(
-        self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float,
-        mates: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+    mates: dist.ProcessGroup | None = None
+
+    def __init__(self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
         self._flops_per_token = spec.flops_per_token(seq_len)
-        self.devices, self._device, self._mates = devices, device, mates
+        self.devices, self._device = devices, device
         self._peak = stated_peak or peak_tflops(device)
         began = time.perf_counter()
         self._epoch = time.time() - began
@@ -95,7 +94,7 @@ class Meter:
         seconds = now - self._since
         steps, per_s = max(self._steps, 1), self._tokens / seconds
         tflops = per_s * self._flops_per_token / self.devices / 1e12
-        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self.devices, self._mates)
+        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self.devices, self.mates)
         row: Row = {
             "step": step,
             "loss": loss,
@@ -178,10 +177,10 @@ class Measures:
         """Keys that rows may have more, without details."""
         return tuple(name for name, measure in self._measures.items() if not measure.detail)
 
-    def joined(self, *, apart: bool = False) -> Tensor:
+    def joined(self) -> Tensor:
         """What `row` makes numbers of: the values of all ranks, float64 and flat, on the device. All ranks together.
 
-        apart: workers keep their own pace; the values are those of this rank's worker.
+        While workers are apart, the values are those of this rank's worker.
 
         Raises PluginError where a plugin does not return what it declares.
         """
@@ -203,7 +202,7 @@ class Measures:
                 else:
                     sums[0, place] += value
                     sums[1, place] += 1
-        axes = get_args(DataFact) if apart else (*get_args(DataFact), "own")  # every axis states one of these
+        axes = (*get_args(DataFact), "own")  # every axis states one of these
         if self._measures:
             self._mesh.sum(sums, *axes)
         if any(measure.join == "max" for measure in self._measures.values()):

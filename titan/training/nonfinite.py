@@ -29,7 +29,7 @@ class NonfiniteGuard:
 
     limit: dropped updates in a row that end the run.  before: what earlier processes have counted.
     fresh: the optimizer has no state yet. All workers make its first update or none does, as a checkpoint holds each
-        worker's state. False where workers keep their own pace.
+        worker's state.
     known: sentences about the job, for the message that ends it.
     made: sentences about why updates are made before they are judged; empty: they are not.
     """
@@ -95,13 +95,13 @@ class NonfiniteGuard:
             return
         optimizer.step()
 
-    def read(self, *, apart: bool = False) -> tuple[Counts, DivergedError | None]:
+    def read(self) -> tuple[Counts, DivergedError | None]:
         """What this process and earlier ones have counted, and what to raise where too many in a row were dropped.
 
-        All ranks together; waits for the device. apart: workers keep their own pace; each reads its own.
+        All ranks together, or while workers are apart all of this one; waits for the device.
         """
         here = torch.stack([self._dropped, self._tokens, self._longest.double(), *self._last])
-        workers: list[list[float]] = (here[None] if apart else self._mesh.of_workers(here)).tolist()
+        workers: list[list[float]] = self._mesh.of_workers(here).tolist()
         dropped, tokens, *_ = map(sum, zip(*workers, strict=True))
         counts = Counts(int(dropped), round(tokens / len(workers)))
         longest, step, loss, norm = max((worker[2:] for worker in workers), key=lambda worker: worker[0])

@@ -19,12 +19,13 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import Batch, BuildContext, ModelPart, Phase, Technique
+from titan.contracts import Batch, BuildContext, Engine, ModelPart, Phase, Technique
 from titan.contracts.base.spec import glob_matches
 from titan.contracts.plugin.conformance import answer, label
 from titan.errors import PluginError
 from titan.layers.attention import AttentionCore
 from titan.layers.philox import RandomModule
+from titan.training.engine import SequentialEngine
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
@@ -51,14 +52,14 @@ def cut(whole: Batch, context: BuildContext) -> Batch:
 def reducing(techniques: Sequence[Technique]) -> list[Technique]:
     """Techniques in the order in which `after_backward` is called.
 
-    First those that change the objective: what they undo then, nobody sees in a gradient. Then those that own or cover
+    First those with a loss scale: what they divide by then, nobody sees in a gradient. Then those that own or cover
     axes, the latest phase first, as data-parallel wrappers sum gradients in the backward pass: replicas are summed
     before the copies and halves within each are, which end up with the same bits. Then the others, which see whole
     gradients.
     """
 
     def place(technique: Technique) -> tuple[int, int]:
-        if changes_objective(technique):
+        if type(technique).loss_scale is not Technique.loss_scale:
             return 0, 0
         return (1, -ORDER.index(technique.phase)) if technique.axes or technique.covers else (2, 0)
 
@@ -72,11 +73,6 @@ def wrapping(techniques: Sequence[Technique]) -> list[Technique]:
     optimizer within the backward pass steps what all of them have made.
     """
     return sorted(techniques, key=lambda t: ("updates_in_backward" in t.facts(), "state_on_host" in t.facts()))
-
-
-def changes_objective(technique: Technique) -> bool:
-    """Whether a technique has the hook `objective`."""
-    return type(technique).objective is not Technique.objective
 
 
 def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
@@ -93,33 +89,33 @@ def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
 
 def assemble(
     context: BuildContext, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = materialise
-) -> list[ModelPart]:
+) -> Engine:
     """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
 
-    Returns the parts this rank holds.
+    Returns the engine that runs the parts of this rank.
     """
     with torch.device("meta"):
         model = context.job.model.build()
     for parameter in model.parameters():  # each once, so that tied ones stay one; buffers keep what they are made in
         parameter.data = parameter.data.to(context.precision.store_dtype)
-    parts = [ModelPart(model)]
+    whole = ModelPart(model)
+    engine: Engine = SequentialEngine(whole, context.techniques)
     for phase in ORDER:
         for technique in (each for each in context.techniques if each.phase == phase):
             if phase == "split":
-                multiple = parts[0].length_multiple
-                parts = technique.split(model, context)
-                for part in parts:
-                    part.length_multiple = multiple
+                engine = technique.split(model, context) or engine
             else:
-                for part in parts:
+                for part in engine.parts:
                     technique.apply(part, context)
         if phase == "convert":
             _check_names(model, context)
         if phase == "split":
-            context.parts = parts
+            context.parts = engine.parts
+            for part in engine.parts:
+                part.length_multiple, part.costly = whole.length_multiple, whole.costly
         if phase == "shard":
-            materialise(parts, context)
-    return parts
+            materialise(engine.parts, context)
+    return engine
 
 
 def _check_names(model: nn.Module, context: BuildContext) -> None:

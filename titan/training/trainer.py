@@ -2,13 +2,11 @@
 
 import gc
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan import errors
@@ -16,10 +14,9 @@ from titan.contracts import Batch
 from titan.contracts.tracker import annotated
 from titan.layers.philox import row_seeds
 from titan.log import log
-from titan.ranks.failure import agreed, begin, tell
+from titan.ranks.failure import tell
 from titan.ranks.meeting import signals
-from titan.ranks.preemption import PacedPreemption, Preemption
-from titan.ranks.process import lose_peers, set_timeouts
+from titan.ranks.process import set_timeouts
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens, weights_to_use
 from titan.training.gradients import clip, clip_divisor, global_norm
@@ -46,9 +43,7 @@ def train(run: Run) -> str:
     gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
     try:
         set_timeouts(run.context.mesh, run.job.comm.init_timeout_s)
-        preemption = _preemption(run)
-        if run.rank.number == 0 and run.job.expendable:
-            begin(dist.distributed_c10d._get_default_store())
+        preemption = run.pace.begin(run.step)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
@@ -98,48 +93,13 @@ def _next(run: Run, batches: Iterator[list[Batch]]) -> tuple[list[Batch], float]
         raise stop from None
 
 
-def _preemption(run: Run) -> Preemption:
-    limit = run.job.run.max_minutes
-    if run.mates is None:
-        return Preemption(run.rank.world_size, limit)
-    return PacedPreemption(run.mates, dist.distributed_c10d._get_default_store(), run.step, limit)
-
-
 def _finish(run: Run) -> str:
     """After the last step, on all ranks together: save; returns what has asked to stop by then."""
-    _meet(run)
+    run.pace.meet(run.step)
     save(run)
     if run.checkpointer is not None:
         run.checkpointer.wait()
-    preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.remaining)
-    preemption.ask(now=True)
-    return preemption.due()
-
-
-def _meet(run: Run) -> None:
-    """Before all ranks do something together, where workers keep their own pace."""
-    if run.mates is None:
-        return
-    gone: Collection[int] = {worker for each in run.context.techniques for worker in each.meet(run.step) or ()}
-    if not run.job.expendable:
-        return
-    run.meetings += 1
-    gone = agreed(dist.distributed_c10d._get_default_store(), run.meetings, run.rank.number, gone)
-    mesh = run.context.mesh
-    if mesh.workers == run.job.layout.workers - len(gone):
-        return
-    ranks = mesh.lose(gone)  # from now on the ranks that are there meet without those
-    lose_peers()
-    run.meter.devices = len(ranks)
-    set_timeouts(mesh, run.job.comm.timeout_s)
-    if run.checkpointer is not None:
-        run.checkpointer.go_on_with(ranks)
-    run.remaining = dist.new_group(ranks, timedelta(seconds=run.job.comm.timeout_s), backend="gloo")
-    workers, are = ("worker", "is") if len(gone) == 1 else ("workers", "are")
-    log.warning(
-        f"step {run.step}: {workers} {', '.join(map(str, gone))} of {run.job.layout.workers} {are} gone; "
-        f"the run goes on with {mesh.workers}, without their samples"
-    )
+    return run.pace.ended()
 
 
 def step(run: Core, batches: list[Batch]) -> Stats:
@@ -158,7 +118,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     with annotated("gradients"):
         for technique in reducing(techniques):
             technique.after_backward()
-    expected = [flag for technique in techniques if (flag := technique.overflow_expected()) is not None]
+    expected = [scale > 1 for scale in run.loss.scales]
     loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), expected)
     run.guard.count(valid)
     if limit := run.job.train.grad_clip:
@@ -211,7 +171,7 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     if run.step % run.job.metrics.every == 0 or run.step in (1, run.job.train.steps):
         _log(run, stats)
     if _pauses(run, run.step):
-        _meet(run)
+        run.pace.meet(run.step)
     if _validates(run, run.step):
         with run.meter.beside("validation"):
             validate(run)
@@ -248,13 +208,12 @@ def _collect_garbage() -> None:
 
 
 def _log(run: Run, stats: Stats) -> None:
-    mesh, apart = run.context.mesh, run.mates is not None
-    own = torch.stack([stats.loss, stats.grad_norm]).double()
-    workers = own[None] if apart else mesh.of_workers(own)
-    loss, norm, *measured = torch.cat([workers.mean(0), run.measures.joined(apart=apart)]).tolist()
-    (dropped, valid), failure = run.guard.read(apart=apart)
+    mesh = run.context.mesh
+    workers = mesh.of_workers(torch.stack([stats.loss, stats.grad_norm]).double())
+    loss, norm, *measured = torch.cat([workers.mean(0), run.measures.joined()]).tolist()
+    (dropped, valid), failure = run.guard.read()
     row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens, valid)
-    each = of_workers("" if apart else mesh.layout.worker_axis, workers.tolist())
+    each = of_workers("" if mesh.apart else mesh.layout.worker_axis, workers.tolist())
     run.trackers.log({**row, "skipped_updates": dropped, **each, **run.measures.row(measured)})
     if failure is not None:
         raise failure
@@ -268,8 +227,7 @@ def save(run: Run) -> None:
     if run.checkpointer is not None and run.saved != run.step:
         with run.meter.beside("save"), weights_to_use(run.optimizer):
             run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
-            if run.mates is not None:  # what a worker sends in its next step may change the state of a rank that copies
-                dist.all_reduce(torch.zeros(1), group=run.remaining)
+            run.pace.saved()
         run.saved = run.step
 
 

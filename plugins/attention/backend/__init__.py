@@ -49,7 +49,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 
@@ -167,6 +166,10 @@ class AttentionBackend(Technique):
             backend, why = self._on_this_gpu(backend, why, setting, context)
         _log.info(f"attention: {backend}, {why}")
         self._chosen = backend
+        if backend in ("varlen", "documents"):  # recomputation knows PyTorch's own
+            part.costly.add(by_document.OPERATION)
+        elif backend == "cpu":
+            part.costly.add(torch.ops.titan.cpu_attention.default)
         for core in cores:
             self._give(core, backend)
 
@@ -191,12 +194,6 @@ class AttentionBackend(Technique):
         if failed:
             raise _error(f'backend = "{backend}" does not work on this GPU ({failed}); set backend = "auto"')
         return backend, why
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """Attention by document, and titan's kernel; recomputation knows those of PyTorch."""
-        if self._chosen in ("varlen", "documents"):
-            return (by_document.OPERATION,)
-        return (torch.ops.titan.cpu_attention.default,) if self._chosen == "cpu" else ()
 
     def batch(self, batch: Batch) -> Batch:
         """Read where documents end before the step's work is queued, rather than in the midst of it."""

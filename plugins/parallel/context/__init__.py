@@ -36,7 +36,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from titan.contracts import (
     Axis,
@@ -143,6 +142,7 @@ class ContextParallel(Technique):
         self._ranks = Ranks(
             context.mesh.group("cp").group_name, context.mesh.layout.degree("cp"), context.mesh.at("cp")
         )
+        part.costly |= set(OPERATIONS)
         part.length_multiple *= self._ranks.size * (1 if self.config.method == "ulysses" else 2)
         heads = context.spec.n_heads // context.mesh.layout.degree_of("slices") // self._ranks.size
         for module in part.module.modules():
@@ -159,10 +159,6 @@ class ContextParallel(Technique):
             method = ring if self.config.method == "ring" else gather
             operation = partial(_by_blocks, method, self._ranks, core)
             core.use(operation, self.name, follows=("window", "scale", "slopes"))
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """Attention over ranks, and the exchanges of ulysses."""
-        return OPERATIONS
 
     def batch(self, batch: Batch) -> Batch:
         """This rank's positions of each sequence; documents stay whole, for the keys of other ranks."""

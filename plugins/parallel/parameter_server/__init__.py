@@ -172,10 +172,6 @@ class ParameterServer(Technique):
         wraps = "[plugins.parameter_server] pushes gradients instead of an update; switch it off"
         return {"wraps_optimizer": wraps, **({"own_pace": way_out} if self.config.staleness else {})}
 
-    def expendable(self, job: Job) -> tuple[int, ...]:
-        """The workers that are no servers, where workers keep their own pace."""
-        return tuple(range(self.config.servers, job.layout.degree("worker"))) if self.config.staleness else ()
-
     def cost(self, costs: Costs, job: Job) -> Costs:
         """All of a server's traffic: what the other workers push to it, and then pull from it."""
         others = job.layout.degree("worker") - 1
@@ -190,6 +186,8 @@ class ParameterServer(Technique):
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Note the weights of one part by server: layers in turn, the head with the last, all else with the first."""
         self._context = context
+        if self.config.staleness:
+            context.mesh.spare(range(self.config.servers, context.mesh.layout.degree("worker")))
         layers = [f"{name}." for name in context.spec.layer_names()]
         for name, parameter in part.parameters():
             if not parameter.requires_grad:
@@ -215,7 +213,7 @@ class ParameterServer(Technique):
             ]
             self._slots = probed(build, [named[name] for name in share])
             workers, job = context.mesh.layout.degree("worker"), context.job
-            self._server = Server(masters, build, flat, workers, partial(_factor, job), self.expendable(job))
+            self._server = Server(masters, build, flat, workers, partial(_factor, job), context.mesh.spared)
         return OptimizerOnServers(optimizer, self._note)
 
     # --- the state ------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass
 do not work with compiled layers, selective recomputation, or data parallelism that reduces gradients per micro batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -187,33 +187,25 @@ class PipelineParallel(Technique):
             receive_buffers=job.micro_batches,
         )
 
-    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
-        """The stages of this rank, each a copy of the model without what it does not hold.
+    def split(self, model: nn.Module, context: BuildContext) -> Engine | None:
+        """The schedule of the stages of this rank, each a copy of the model without what it does not hold.
 
         Raises:
             PluginError: parameters lie outside of embeddings, layers and head, or are tied in a way stages cannot be.
         """
         ranks, spec = context.mesh.layout.degree("pp"), context.spec
         if ranks == 1:
-            return [ModelPart(model)]
+            return None
         check_ends(model, spec)
         last = ranks * self.config.stages_per_rank - 1
         layers = cut(spec, context.job.data.seq_len, last + 1, self.config.split_points)
-        parts = []
-        for stage, rank in enumerate(placement(self.config.schedule, ranks, last + 1)):
+        parts, ranks_of = [], placement(self.config.schedule, ranks, last + 1)
+        for stage, rank in enumerate(ranks_of):
             if rank == context.mesh.at("pp"):
                 module = carve(model, spec, layers[stage], first=stage == 0, last=stage == last)
                 parts.append(ModelPart(module, stage, last + 1, shared_names(spec) if stage == last else frozenset()))
-        return parts
-
-    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
-        """The engine that runs this rank's model parts by the pipeline schedule."""
-        ranks = context.mesh.layout.degree("pp")
-        if ranks == 1:
-            return None
         from .engine import Pipeline, TiedGradients  # here: torch's schedules bring its compiler, a second to import
 
-        ranks_of = placement(self.config.schedule, ranks, parts[0].stages)
         self._tied = TiedGradients(parts, context, ranks_of)
         return Pipeline(parts, context, self.config.schedule, ranks_of)
 

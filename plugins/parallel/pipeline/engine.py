@@ -23,42 +23,42 @@ class Pipeline:
     def __init__(
         self, parts: Sequence[ModelPart], context: BuildContext, schedule: str, placement: Sequence[int]
     ) -> None:
-        self.parts = {part.stage: part for part in parts}
+        self.parts, self._at = parts, {part.stage: part for part in parts}
         self.context, self.schedule, self.placement = context, schedule, placement
         self.group, self.last = context.mesh.group("pp"), len(placement) - 1
+        self._unhooked = [part for part in parts if part.stage < self.last]
         self._running: tuple[tuple[int, torch.Size], Any] | None = None
-        for stage, part in self.parts.items():
-            if stage < self.last:
-                part.runner.register_forward_hook(self._check_hidden)
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches."""
+        self._hook()
         key = len(batches), batches[0].tokens.shape
         if self._running is None or self._running[0] != key:
             self._running = key, self._build(*key)
-        tokens = [torch.cat([batch.tokens for batch in batches])] if 0 in self.parts else []
+        tokens = [torch.cat([batch.tokens for batch in batches])] if 0 in self._at else []
         labels = torch.cat([batch.labels for batch in batches])
         more = {"positions": torch.cat([batch.positions for batch in batches]), "labels": labels}
-        inputs = [next(iter(self.parts.values())).inputs(batch) for batch in batches]
+        inputs = [self.parts[0].inputs(batch) for batch in batches]
         more |= {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
         self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
         """Logits of a micro batch on the rank of the last stage: one stage after the other."""
+        self._hook()
         here = dist.get_rank(self.group)
         x = batch.tokens
-        for stage, part in self.parts.items():
+        for stage, part in self._at.items():
             if stage and self.placement[stage - 1] != here:
                 x = self._hidden(batch.tokens.shape, self.context.device)
                 dist.recv(x, group=self.group, group_src=self.placement[stage - 1])
             x = part.forward(x, batch)
             if stage < self.last and self.placement[stage + 1] != here:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.placement[stage + 1])
-        return x if self.last in self.parts else None
+        return x if self.last in self._at else None
 
     def _build(self, micro_batches: int, shape: torch.Size) -> Any:
-        stages = [self._stage(part, shape) for part in self.parts.values()]
+        stages = [self._stage(part, shape) for part in self.parts]
         kind = get_schedule_class(self.schedule)
         held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         # The last stage returns the objective itself, divided by the step's tokens already.
@@ -78,9 +78,13 @@ class Pipeline:
 
     def _hidden(self, shape: torch.Size, device: torch.device) -> Tensor:
         """A buffer for the hidden states between stages, of tokens of this shape [B, S]."""
-        split = next(iter(self.parts.values())).hidden_split
+        split = self.parts[0].hidden_split
         size = (shape[0], shape[1] // split, self.context.spec.dim)
         return torch.empty(size, dtype=self.context.precision.param_dtype, device=device)
+
+    def _hook(self) -> None:
+        while self._unhooked:  # in the first step: later phases than this engine's may set another runner
+            self._unhooked.pop().runner.register_forward_hook(self._check_hidden)
 
     def _check_hidden(self, runner: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """A buffer of another size or type at the other end would be a hang, or noise."""

@@ -42,7 +42,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -180,7 +179,9 @@ class TensorParallel(Technique):
         """
         if context.mesh.layout.degree("tp") == 1:
             return
-        mesh = context.mesh["tp"]
+        mesh, collectives = context.mesh["tp"], torch.ops._c10d_functional
+        part.costly |= {collectives.all_reduce.default, collectives.reduce_scatter_tensor.default}
+        part.costly.add(collectives.all_gather_into_tensor.default)
         self._group = mesh.get_group()
         group, positions = self._group.group_name, self.config.sequence_parallel
         slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions, self.config.async_tp)
@@ -233,14 +234,6 @@ class TensorParallel(Technique):
             if facts.dim is None:
                 summands = slices.positions or facts.partial or style == "row"
                 (self._partial if summands else self._equal).append((f"{name}.{own}", module, own))
-
-    def costly_operations(self) -> Iterable[OpOverload]:
-        """The collectives that join slices."""
-        operations = torch.ops._c10d_functional
-        return (
-            operations.all_reduce.default, operations.reduce_scatter_tensor.default,
-            operations.all_gather_into_tensor.default,
-        )  # fmt: skip
 
     def after_backward(self) -> None:
         """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.

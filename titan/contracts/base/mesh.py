@@ -35,6 +35,8 @@ class Mesh:
         self._folds: dict[str, DeviceMesh] = {}
         self._there = list(range(layout.workers))
         self._remaining: dist.ProcessGroup | None = None
+        self._spared: tuple[int, ...] = ()
+        self.apart = False  # workers keep their own pace, and have not met: no reduction reaches another one
         if names:
             shape = tuple(degrees[name] for name in names)
             backends = self._backends(names, shape)
@@ -131,6 +133,22 @@ class Mesh:
         """This rank's worker, counted among those that are there, from 0."""
         return self._there.index(self.at(self.layout.worker_axis))
 
+    @property
+    def spared(self) -> tuple[int, ...]:
+        """Workers that may die without ending the run, where workers keep their own pace; see `spare`."""
+        return self._spared
+
+    def spare(self, workers: Collection[int]) -> None:
+        """Say, before training begins, which workers (places along their axis) may die without ending the run.
+
+        Raises:
+            PluginError: there is no such worker, or it is the first one, which the others need.
+        """
+        if wrong := [worker for worker in workers if worker not in range(1, self.layout.workers)]:
+            what = f"must be workers from 1 to {self.layout.workers - 1}, as the others need the first"
+            raise PluginError(f"worker {wrong[0]} cannot be spared: {what}")
+        self._spared = tuple(sorted(workers))
+
     def lose(self, workers: Collection[int]) -> list[int]:
         """Go on without workers (places along their axis) whose ranks are gone; returns the ranks that remain.
 
@@ -180,18 +198,19 @@ class Mesh:
         return self._reduce(tensor, dist.ReduceOp.MAX, facts)
 
     def _reduce(self, tensor: torch.Tensor, operation: Any, facts: Sequence[AxisFact]) -> torch.Tensor:
+        own = self.layout.worker_axis
         left_out = () if "own" in facts else self.layout.axes_of("own")
         for axis in self.layout.axes_of(*facts):
-            if self.layout.degrees[axis] > 1 and axis not in left_out:
+            if self.layout.degrees[axis] > 1 and axis not in left_out and not (self.apart and axis == own):
                 dist.all_reduce(tensor, operation, self.group(axis))
         return tensor
 
     def of_workers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all workers, [workers, ...]; its own alone, [1, ...], where no axis has weights of its own.
+        """The tensors of all workers, [workers, ...]; its own alone, [1, ...], where there is one or they are apart.
 
         All ranks must call it, in the same order, with tensors of one shape.
         """
-        if not (axis := self.layout.worker_axis):
+        if not (axis := self.layout.worker_axis) or self.apart:
             return tensor[None]
         found = tensor.new_empty(self.workers, *tensor.shape)
         dist.all_gather(list(found), tensor.contiguous(), self.group(axis))

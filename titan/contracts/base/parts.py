@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titan.contracts.base.batch import Batch
@@ -62,6 +63,8 @@ class ModelPart:
     shared: canonical names of tied parameters that another stage counts; left out of the gradient norm here.
     hidden_split: ranks over which a technique has split the hidden states between layers along the sequence.
     length_multiple: lengths of sequences must be multiples of this. A technique that splits positions multiplies it.
+    costly: operations of techniques whose results are dear, put in before phase `recompute`. Recomputation that keeps
+        any results keeps these.
     used_gradients: canonical name -> norm of this rank's share of a gradient, a float32 scalar on the device, of those
         that a technique has used and freed during backward.
     runner: the module that an engine calls; a technique may set a wrapper of `module`.
@@ -73,6 +76,7 @@ class ModelPart:
     shared: frozenset[str] = frozenset()
     hidden_split: int = 1
     length_multiple: int = 1
+    costly: set[OpOverload] = field(default_factory=set)
     used_gradients: dict[str, Tensor] = field(default_factory=dict)
     runner: nn.Module = field(init=False)
 
