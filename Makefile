@@ -22,10 +22,10 @@ test:  ## run the tests that guard a change
 sweep:  ## run the sweeps: more cases of what the tests show, and some that take long
 	@$(in_env) pytest $(in_two) -m sweep $(ARGS)
 
-check:  ## ruff, mypy --strict on titan/, planner/ and testing/, and the rules for imports, prose and commits
+check:  ## ruff, mypy --strict on titan/, planner/, inference/ and testing/, and the rules for imports, prose and commits
 	@$(in_env) ruff check .
 	@$(in_env) ruff format --check .
-	@rm -rf build/typed && mkdir -p build/typed/titan && ln -s $(abspath $(wildcard titan/*) planner testing) build/typed/titan
+	@rm -rf build/typed && mkdir -p build/typed/titan && ln -s $(abspath $(wildcard titan/*) planner inference testing) build/typed/titan
 	@$(in_env) mypy
 	@$(in_env) pytest -q tests/unit/test_import_layers.py tests/unit/test_prose.py
 

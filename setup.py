@@ -5,7 +5,7 @@ The folders beside `titan/` are installed below its name: nothing generic lands 
 
 from setuptools import find_packages, setup
 
-BESIDE = ("plugins", "planner", "testing", "configs")
+BESIDE = ("plugins", "planner", "inference", "testing", "configs")
 FOLDERS = {"titan": "titan", **{f"titan.{folder}": folder for folder in BESIDE}}
 
 setup(

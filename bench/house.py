@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = "docs/design.md"
-FOLDERS = ("titan", "planner", "testing")
+FOLDERS = ("titan", "inference", "planner", "testing")
 """What the table lists. `planner/` is installed as `titan.planner`, as `plugins/` is `titan.plugins`."""
 
 _ROW = re.compile(rf"\| `((?:{'|'.join(FOLDERS)})/(?:[\w/]+(?:\.py)?)?)` \|", re.ASCII)

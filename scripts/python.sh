@@ -19,7 +19,7 @@ fail() {
 # Whether a Python has titan, and pytest where the extra dev is asked for. Safe path: not the titan that lies in the
 # working directory.
 has_titan() {
-    local modules=(titan.plugins titan.planner titan.testing titan.configs)
+    local modules=(titan.plugins titan.planner titan.inference titan.testing titan.configs)
     [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest xdist ruff mypy)
     PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
 import sys
@@ -32,7 +32,7 @@ END
 # Folders that have moved away leave compiled files, and Python takes such a folder for the package of its name.
 remove_leftovers() {
     local folder
-    for folder in "$root"/titan/planner "$root"/titan/testing; do
+    for folder in "$root"/titan/planner "$root"/titan/inference "$root"/titan/testing; do
         [ -d "$folder" ] || continue
         rm -rf -- "$folder"/__pycache__ "$folder"/*/__pycache__ 2>/dev/null || true
         rmdir -- "$folder"/*/ "$folder" 2>/dev/null || true

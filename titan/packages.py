@@ -1,13 +1,32 @@
-"""Packages of this Python: the commands that install optional ones, and that start their programs."""
+"""Packages of this Python: titan's own that may be absent, and the commands that install extras and start programs."""
 
 import shlex
 import shutil
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from titan.errors import PluginError
 
 DISTRIBUTION = "titan-train"
 """Name of the package on the index; it is imported as `titan`."""
+
+
+def trainer_api(package: str) -> Any:
+    """What a run may ask of a package that no run needs, such as `titan.planner`; None: it is not installed.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:  # the latter: a folder without sources
+        return None
+    try:
+        return import_module(f"{package}.trainer_api")
+    except ImportError as error:
+        raise PluginError(f"{package} cannot be imported: {error}; install titan again") from error
 
 
 def install(extra: str) -> str:

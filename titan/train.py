@@ -9,9 +9,7 @@ from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import load_job, said_of, split_arguments, without_effect
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, PreemptedError
-from titan.inference import generation
-from titan.inference.next_commands import evaluation_command, generation_command
-from titan.packages import program
+from titan.packages import program, trainer_api
 from titan.ranks import process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
@@ -19,6 +17,8 @@ from titan.terminal import stand_in_for_closed, take_traceback_flag
 from titan.training import build, foresight, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
+
+INFERENCE = "titan.inference"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,9 +65,9 @@ def _run(run: build.Run) -> int:
     if first == run.step:
         what = f"nothing is left to do: the run is at step {first}, and train.steps = {job.train.steps}"
         log.log.info(f"{what}; to train on, set train.steps above {first}")
-    elif job.run.sample_prompt and not asked:
+    elif job.run.sample_prompt and not asked and (inference := trainer_api(INFERENCE)):
         with weights_to_use(run.optimizer):
-            text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
+            text = inference.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
@@ -124,8 +124,8 @@ def _part(run: build.Run) -> None:
         log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None and complete(run.checkpointer.folder):
         log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
-        log.log.info(f"generate     {generation_command(job)}")
-        log.log.info(f"evaluate     {evaluation_command(job)}")
+        for what, command in (inference.commands(job) if (inference := trainer_api(INFERENCE)) else {}).items():
+            log.log.info(f"{what:<12} {command}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Verdict:
         return bool(self.by)
 
 
-FOLDERS = ("titan", "plugins", "planner", "testing", "configs")
+FOLDERS = ("titan", "plugins", "planner", "inference", "testing", "configs")
 """What is installed: the package titan, and the folders that are packages below it."""
 
 

@@ -47,7 +47,7 @@ def _strings(tree: ast.AST) -> Iterator[str]:
 @cache
 def printed() -> str:
     """All strings of titan/, plugins/ and the shell scripts of a launch."""
-    folders = ("titan", "plugins", "planner", "testing")
+    folders = ("titan", "plugins", "planner", "inference", "testing")
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     strings = [text for file in files for text in _strings(ast.parse(file.read_text()))]
     strings += [text for file in (ROOT / "scripts").glob("*.sh") for text in re.findall(r'"(.*?)"', file.read_text())]

@@ -80,7 +80,7 @@ def _fault(old: str, new: str) -> Fault:
 def tree(tmp_path: Path) -> Path:
     """A checkout with one module, `VALUE = 1`, and one test of it."""
     root = tmp_path / "checkout"
-    for folder in ("titan", "plugins", "planner", "testing", "configs", "tests"):
+    for folder in ("titan", "plugins", "planner", "inference", "testing", "configs", "tests"):
         (root / folder).mkdir(parents=True)
     for package in ("titan", "plugins", "tests"):
         (root / package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Text that is generated: what the cache remembers, what is drawn, what is shown (titan/inference/generation.py)."""
+"""Text that is generated: what the cache remembers, what is drawn, what is shown (inference/generation.py)."""
 
 import io
 from argparse import Namespace

@@ -36,8 +36,8 @@ OPEN_TO_PLUGINS = (
 """What plugins may import of titan."""
 
 ORDINARY_WORDS = {
-    ("titan/commands/generate.py", "text"): "a key of the command's JSON",
-    ("titan/commands/convert.py", "hf"): "a format",
+    ("inference/commands/generate.py", "text"): "a key of the command's JSON",
+    ("inference/commands/convert.py", "hf"): "a format",
     ("titan/contracts/technique.py", "compile"): "a phase",
     ("planner/doctor/device.py", "float8"): "a dtype",
     ("titan/config/groups.py", "expert"): "a stack of weights, to the match of a group",
@@ -327,7 +327,7 @@ def test_a_folder_of_many_files_is_found(tmp_path: Path) -> None:
     for number in range(11):
         _write(tmp_path, f"titan/high/f{number}.py", "x = 1\n" * 201)
     assert sorted(folders_hold_few_files(tmp_path)) == [
-        "half of the files of titan, planner, testing are longer than 200 lines", "titan/high: 11 files; at most 10"
+        "half of the files of titan, inference, planner, testing are longer than 200 lines", "titan/high: 11 files; at most 10"
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from titan.config import Job, load_job
 from titan.config.schema import schema
 from titan.errors import ConfigError
 from titan.inference.evaluation import Counted, Window, windows
-from titan.inference.next_commands import evaluation_command
+from titan.inference.trainer_api import evaluation_command
 from titan.training.validation import perplexity
 
 

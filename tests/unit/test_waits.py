@@ -53,8 +53,8 @@ LISTED = {
     "titan/checkpoint/storage.py": {
         "created: data._sync.result": SAVE, "write: hashed.result": SAVE, "write: self._sync.result": SAVE,
     },
-    "titan/commands/eval.py": {"_evaluate: process.join": "comm.init_timeout_s"},
-    "titan/commands/generate.py": {"_generate: process.join": "comm.init_timeout_s"},
+    "inference/commands/eval.py": {"_evaluate: process.join": "comm.init_timeout_s"},
+    "inference/commands/generate.py": {"_generate: process.join": "comm.init_timeout_s"},
     "titan/contracts/host.py": {"allocating_on_host: _allocating.get": OWN},
     "titan/data/samples/loader.py": {
         "_read: wait": "1 s, for a process that is dying", "take: self._answers.get": "LOOK_S; `limits` in `_read`",

@@ -4,13 +4,11 @@ Without one, options that a job leaves to memory have their usual values, and no
 nothing imports no file of it.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from titan.contracts.base.cost import PredictedStep
-from titan.errors import PluginError
+from titan.packages import trainer_api
 
 PACKAGE = "titan.planner"
 
@@ -49,15 +47,5 @@ class Planner(Protocol[J]):
 
 
 def find_planner() -> "Planner[Any] | None":
-    """The installed planner, a module with the functions of `Planner`; None: there is none.
-
-    Raises:
-        PluginError: it cannot be imported.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:  # the latter: a folder without sources
-        return None
-    try:
-        return cast("Planner[Any]", importlib.import_module(f"{PACKAGE}.trainer_api"))
-    except ImportError as error:
-        raise PluginError(f"{PACKAGE} cannot be imported: {error}; install titan again") from error
+    """The installed planner, a module with the functions of `Planner`; None and errors as of `packages.trainer_api`."""
+    return cast("Planner[Any] | None", trainer_api(PACKAGE))

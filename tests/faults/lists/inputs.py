@@ -62,7 +62,7 @@ FAULTS = (
     Fault("indentation lost where a document begins", "plugins/data/text.py",
         "yield Document(piece, str(file))", "yield Document(piece.strip(), str(file))",
         ("tests/unit/test_data_plugins.py::test_a_separator_cuts_and_changes_nothing_else",)),
-    Fault("the CR of line ends left in prompts", "titan/commands/generate.py",
+    Fault("the CR of line ends left in prompts", "inference/commands/generate.py",
         'in re.split(r"\\r\\n|\\r|\\n", ', 'in re.split("\\n", ',
         ("tests/unit/test_generation.py::test_prompts_are_the_same_from_every_system",)),
     Fault("a folder called ~ where there is no home", "titan/paths.py",

@@ -64,7 +64,7 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    from titan.checkpoint import conversion
+    from titan.inference import conversion
 
     if args.config is None:
         path, job = open_job(args.source, args.overrides, 1, "--from")

@@ -1,4 +1,4 @@
-"""Commands that a user can copy after a run: how to generate with its model, and to evaluate it."""
+"""What the trainer asks at the end of a run: a sample of text, and commands that a user can copy."""
 
 import glob
 import json
@@ -7,8 +7,14 @@ from typing import Any
 
 from titan.config import Job
 from titan.contracts.plugin.options import as_table, options_of
+from titan.inference.generation import sample as sample
 from titan.packages import program
 from titan.paths import expanded
+
+
+def commands(job: Job) -> dict[str, str]:
+    """What can be done with a run's model -> the command."""
+    return {"generate": generation_command(job), "evaluate": evaluation_command(job)}
 
 
 def generation_command(job: Job) -> str:

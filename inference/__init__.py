@@ -1,0 +1,1 @@
+"""What is done with trained weights: generating text, evaluation, and conversion."""

@@ -1,1 +1,0 @@
-"""Loading a trained model, generating text with it, and evaluating it."""
