@@ -29,7 +29,7 @@ from titan.planner.dryrun.result import CollectiveCount, DryRun, Flops, Peak, ad
 from titan.planner.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
 from titan.ranks.process import Rank
 from titan.training.build import Core, state_now, wire
-from titan.training.nonfinite import Counts, NonfiniteGuard
+from titan.training.gradients import Counts, NonfiniteGuard
 from titan.training.trainer import step
 
 _EAGER = "note: compiled blocks ran eagerly; torch.compile fuses operations, so it saves fewer activations"

@@ -101,10 +101,11 @@ def _sharded(degrees: dict[str, int], dim: int) -> tuple[float, float, int, floa
     dimensions = (("rep",), ("dp", "cp")) if "rep" in mesh else (("dp", "cp"),)
     fully_shard(stack, mesh=mesh.flat(*dimensions, without="ep"), shard_placement_fn=lambda _: Shard(dim))
     fully_shard(model["other"], mesh=mesh.flat(*dimensions))
-    drawn, element = [], init._element
-    init._element = lambda *args: drawn.append(args[4]) or element(*args)  # type: ignore[func-returns-value]
+    names, draw = [], init.draw
+    init.draw = lambda *args: names.append(args[3]) or draw(*args)  # type: ignore[func-returns-value]
     init.init_weights(part, SPEC, seed=3)
-    init._element = element
+    init.draw = draw
+    drawn = [int(name[len("stack.weight[") : -1]) for name in names if name.startswith("stack.weight[")]
     for _, parameter in part.parameters():
         parameter.grad = parameter.detach().clone() * 2
     whole = stack.weight.full_tensor()

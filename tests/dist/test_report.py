@@ -1,5 +1,6 @@
 """An error that all ranks raise alike is printed once, and is not lost if the rank that was to print it cannot."""
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -75,8 +76,8 @@ def dies(folder: Path) -> None:
     """Rank 0 asks, and is gone before it prints."""
     failure.ANSWER_S = 2.0
     if os.environ["RANK"] == "0":
-        printer = f"printer {failure._digest('no such text')}"
-        assert failure._first_to(dist.distributed_c10d._get_default_store(), printer, 0) == 0
+        facts = failure._facts(dist.distributed_c10d._get_default_store())
+        assert failure._first_to(facts, f"printer {hashlib.sha256(b'no such text').hexdigest()}", 0) == 0
     dist.barrier()
     if os.environ["RANK"] != "0":
         reports(folder)
@@ -137,11 +138,11 @@ def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
     assert not runs.lose([2], "rank 2 was killed")  # before the first step
     failure.begin(store, [[rank, rank + 1] for rank in (2, 4, 6, 8)])
     assert not runs.lose([1], "rank 1 was killed") and not runs.lose([1, 2], "node 0 is gone")
-    assert failure._first_to(store, failure._FIRST, 3) == 3
+    assert failure._first_to(failure._facts(store), failure._FIRST, 3) == 3
     assert runs.lose([2], "rank 2 was killed") and runs.lost == {2, 3} and runs.lose([3], "its mate")
     assert failure.first(store) is None, "what fails now would be said to miss rank 3"
     for rank, error in ((4, DivergedError("nan")), (6, RankFailedError("rank 0 is gone"))):
-        store.set(failure._key(f"kind {rank}"), failure._kind(error))
+        failure._facts(store).set(f"kind {rank}", failure._kind(error))
     assert not runs.lose([4], "rank 4 failed") and runs.lose([6], "rank 6 failed")
     runs.stop()
     assert runs.lose([9], "rank 9 was killed") and not runs.lose([0], "rank 0 was killed")

@@ -27,7 +27,7 @@ def broken_between(folder: str, words: list[str], config: str) -> dict[str, Tens
 
 def broken_within(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """Raises in step 5, after the optimizer has stepped and before the step is counted."""
-    from titan.training.nonfinite import NonfiniteGuard
+    from titan.training.gradients import NonfiniteGuard
 
     update, steps = NonfiniteGuard.update, iter(range(100))
 

@@ -327,7 +327,8 @@ def test_a_folder_of_many_files_is_found(tmp_path: Path) -> None:
     for number in range(11):
         _write(tmp_path, f"titan/high/f{number}.py", "x = 1\n" * 201)
     assert sorted(folders_hold_few_files(tmp_path)) == [
-        "half of the files of titan, inference, planner, testing are longer than 200 lines", "titan/high: 11 files; at most 10"
+        "half of the files of titan, inference, planner, testing are longer than 200 lines",
+        "titan/high: 11 files; at most 10",
     ]  # fmt: skip
 
 

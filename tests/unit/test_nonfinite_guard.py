@@ -8,7 +8,7 @@ import torch
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.errors import DivergedError
-from titan.training.nonfinite import Counts, NonfiniteGuard
+from titan.training.gradients import Counts, NonfiniteGuard
 
 NOT, EXPECTED = torch.tensor(False), torch.tensor(True)
 

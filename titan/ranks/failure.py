@@ -27,10 +27,7 @@ from titan.terminal import say
 T = TypeVar("T")
 
 ANSWER_S = 5.0  # longest wait for the store when a rank has failed
-
-HEAD_START_S = 0.25
-"""By so much rank 0 is the first to print an error that all ranks have; the others follow within the same time."""
-
+HEAD_START_S = 0.25  # so much sooner rank 0 prints an error that all ranks have; the others follow within the same time
 LOOK_S = 0.05  # between two looks of a rank whether its error has been printed
 
 FOLLOWS, DECIDED, STOPPED = "follows", "decided", "stopped"
@@ -45,30 +42,26 @@ def report(error: TitanError, rank: int) -> None:
     prints if it has the error in time, else the first rank that asks the store. A rank without an answer prints."""
     tell(error, rank)
     log.log.debug(f"error: {error}")
-    digest = _digest(str(error))
-    if not _ask(lambda store: _printed_by_another(store, digest, rank), not terminal.is_shown()):
+    digest = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
+    if not _ask(lambda facts: _printed_by_another(facts, digest, rank), not terminal.is_shown()):
         terminal.report(error, rank)
         if terminal.is_shown():
-            _ask(lambda store: _set(store, f"printed {digest}"), None)
-    _ask(lambda store: _set(store, f"explained {rank}"), None)
+            _ask(lambda facts: facts.set(f"printed {digest}", ""), None)
+    _ask(lambda facts: facts.set(f"explained {rank}", ""), None)
 
 
-def _printed_by_another(store: Store, digest: str, rank: int) -> bool:
+def _printed_by_another(facts: Store, digest: str, rank: int) -> bool:
     ranks = launched_world_size()
     if rank:
         time.sleep(HEAD_START_S * (1 + rank / ranks))
-    if terminal.is_shown() and _first_to(store, f"printer {digest}", rank) == rank:
+    if terminal.is_shown() and _first_to(facts, f"printer {digest}", rank) == rank:
         return False
     patience = time.monotonic() + ANSWER_S / 2  # the rank that was to print may be dead, or its terminal closed
-    while not _has(store, f"printed {digest}"):
+    while not facts.check([f"printed {digest}"]):
         if time.monotonic() > patience:
             return False
         time.sleep(max(LOOK_S, ranks / 5000))  # a store answers some ten thousand requests per second
     return True
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 def tell(error: Exception, rank: int) -> None:
@@ -78,9 +71,9 @@ def tell(error: Exception, rank: int) -> None:
     if error is _Told.error:
         return
     _Told.error = error
-    earliest = _ask(lambda store: _first_to(store, _FIRST, rank), rank)
+    earliest = _ask(lambda facts: _first_to(facts, _FIRST, rank), rank)
     if isinstance(error, TitanError):
-        _ask(lambda store: _set(store, f"kind {rank}", _kind(error)), None)
+        _ask(lambda facts: facts.set(f"kind {rank}", _kind(error)), None)
         return
     trace = "".join(traceback.format_exception(error))
     log.log.debug(trace)
@@ -99,21 +92,19 @@ def let_others_ask() -> None:
     """Before this process leaves the process group: tell the store if this rank has failed. A rank 0 that serves the
     store and has failed lets the others ask it first, for `ANSWER_S` at most."""
     if _Told.error is not None:
-        _ask(lambda store: _finished(store, 1), 0)
+        _ask(lambda facts: facts.add("finished", 1), 0)  # it asks the store no more
         if os.environ.get("RANK") == "0" and serves_store():
             _ask(_stay, None)
 
 
-def _stay(store: Store) -> None:
-    while _finished(store, 0) < launched_world_size():
+def _stay(facts: Store) -> None:
+    while facts.add("finished", 0) < launched_world_size():
         time.sleep(LOOK_S)
 
 
 class _Told:
-    """What this rank has told. silent: nobody answers at the store."""
-
-    error: Exception | None = None
-    silent = False
+    error: Exception | None = None  # of this rank
+    silent = False  # nobody answers at the store
 
 
 def be_silent() -> None:
@@ -122,11 +113,11 @@ def be_silent() -> None:
 
 
 def _ask(question: Callable[[Store], T], otherwise: T) -> T:
-    """The store's answer; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
+    """The answer of `_facts`; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
     if launched_world_size() == 1 or _Told.silent:
         return otherwise
     try:
-        return in_time(lambda: question(_store()), ANSWER_S)  # a network that is down answers nothing
+        return in_time(lambda: question(_facts(_store())), ANSWER_S)  # a network that is down answers nothing
     except (TitanError, RuntimeError, OSError):  # whoever served the store is gone
         _Told.silent = True
         return otherwise
@@ -154,7 +145,7 @@ def first(store: Store) -> int | None:
 
 def begin(store: Store, workers: Sequence[Sequence[int]]) -> None:
     """Tell that all ranks have begun to train: from now on the run may lose these workers, given by their ranks."""
-    _set(store, "begun", json.dumps(workers))
+    _facts(store).set("begun", json.dumps(workers))
 
 
 def cause(store: Store) -> tuple[int | None, int | None, bool]:
@@ -162,41 +153,26 @@ def cause(store: Store) -> tuple[int | None, int | None, bool]:
     where there is none, or the store does not answer."""
     with contextlib.suppress(RuntimeError):
         if (rank := first(store)) is not None:
-            return rank, rank if _has(store, f"explained {rank}") else None, _get(store, f"kind {rank}") == STOPPED
+            explained = _facts(store).check([f"explained {rank}"])
+            return rank, rank if explained else None, _get(store, f"kind {rank}") == STOPPED
     return None, None, False
 
 
-def _finished(store: Store, more: int) -> int:
-    """Number of ranks that have failed and ask the store no more, with `more` added."""
-    return int(_whole(store).add(_key("finished"), more))
-
-
-def _first_to(store: Store, act: str, rank: int) -> int:
+def _first_to(facts: Store, act: str, rank: int) -> int:
     """The rank that was the first to act; this one, if there was none."""
-    return int(_whole(store).compare_set(_key(act), "", str(rank)))
-
-
-def _set(store: Store, fact: str, value: str = "") -> None:
-    _whole(store).set(_key(fact), value)
-
-
-def _has(store: Store, fact: str) -> bool:
-    return bool(_whole(store).check([_key(fact)]))
+    return int(facts.compare_set(act, "", str(rank)))
 
 
 def _get(store: Store, fact: str) -> str:
-    store, key = _whole(store), _key(fact)
-    return store.get(key).decode() if store.check([key]) else ""
+    store = _facts(store)
+    return store.get(fact).decode() if store.check([fact]) else ""
 
 
-def _whole(store: Store) -> Store:
+def _facts(store: Store) -> Store:
+    """Where the ranks of this attempt tell of failures, whichever part of the store this is."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store
-
-
-def _key(fact: str) -> str:
-    return f"{attempt()}/{fact}"
+    return PrefixStore(attempt(), store)
 
 
 class Expendable:
@@ -254,7 +230,7 @@ class Expendable:
                 say(f"warning: {cause}; the run goes on without its worker, {named}")
         with contextlib.suppress(RuntimeError):
             if self._store is not None and first(self._store) in self.lost:  # what fails now is not for want of them
-                _whole(self._store).delete_key(_key(_FIRST))
+                _facts(self._store).delete_key(_FIRST)
         return True
 
     def _look(self) -> None:

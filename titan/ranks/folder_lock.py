@@ -44,12 +44,9 @@ LOCK = "lock.json"
 BEAT_S = 10.0  # between two counts of a holder
 WATCH_S = 45.0  # how long a lock of another machine is watched: four counts are missed by then
 ALONE_S = WATCH_S - BEAT_S  # nobody has given a holder up whose last count is not older than that
-
-LOOK_S = 1.0
-"""Between two looks at a lock that is watched. Looks are counted, so that a file system that hangs stops the watch."""
+LOOK_S = 1.0  # between two looks at a lock that is watched: counted, so that a file system that hangs stops the watch
 
 _LARGEST = 16384  # bytes of a lock that are read
-_DEAD = "dead"
 _ASIDE = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}", re.ASCII)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 """What a file system without hard links answers."""
@@ -108,9 +105,8 @@ class FolderLock:
         try:
             self._set_aside(self._is_mine)
         except OSError as error:
-            log.warning(
-                f"{self.path} cannot be removed: {error.strerror}; the next start of the run takes the lock over"
-            )
+            failure = f"{self.path} cannot be removed: {error.strerror}"
+            log.warning(f"{failure}; the next start of the run takes the lock over")
 
     def _beat(self) -> None:
         told = False
@@ -173,10 +169,8 @@ class FolderLock:
                 return False  # let go of, or taken over by another, who is judged anew
             alive = now != found
         if alive:
-            raise FolderError(
-                f"{self.folder} is in use by another run: {_words(holder)}; wait for it, stop it, or give this run "
-                "another --run.name"
-            )
+            advice = "wait for it, stop it, or give this run another --run.name"
+            raise FolderError(f"{self.folder} is in use by another run: {_words(holder)}; {advice}")
         return True
 
     def _is_alive_here(self, holder: Mapping[str, Any]) -> bool | None:
@@ -209,13 +203,11 @@ class FolderLock:
     def _watch(self, found: bytes, holder: Mapping[str, Any]) -> bytes | None:
         """The lock when it changes, or as it stands after `WATCH_S`."""
         log.info(f"{self.path} belongs to {_words(holder)}; waiting {WATCH_S:g} s to see whether that run is alive")
-        now: bytes | None = found
         for _ in range(round(WATCH_S / LOOK_S)):
-            if now != found:
-                break
             time.sleep(LOOK_S)
-            now = self._look()
-        return now
+            if (now := self._look()) != found:
+                return now
+        return found
 
     def _look(self) -> bytes | None:
         with suppress(FileNotFoundError):
@@ -305,11 +297,9 @@ def _words(holder: Mapping[str, Any]) -> str:
 
 def _this_process() -> dict[str, Any]:
     job, array = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_JOB_ID", "")
-    return {
-        "host": platform.node(), "machine": _machine(), "pid": os.getpid(), "process": _process(os.getpid()),
-        "job": f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job,
-        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }  # fmt: skip
+    job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job
+    process = {"host": platform.node(), "machine": _machine(), "pid": os.getpid(), "process": _process(os.getpid())}
+    return {**process, "job": job, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
 def _machine() -> str:
@@ -329,7 +319,7 @@ def _process(pid: int) -> str:
     except OSError:
         return ""
     state, *numbers = stat.rpartition(")")[2].split()
-    return _DEAD if state in "ZX" else numbers[18]
+    return "dead" if state in "ZX" else numbers[18]
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool | None:

@@ -50,7 +50,6 @@ def join(job: Job, **options: Any) -> Rank:
     """Take this process's place: choose its device and enter the process group.
 
     options: of a command that uses the job; the same on all ranks, as the job is.
-
     ConfigError: the job asks for a device this machine does not have; or ranks state different jobs, on all ranks.
     """
     rank = here(job.run.device)
@@ -99,10 +98,9 @@ def claim(device: str, rank: int, store: Store) -> None:
     """Take a device for this rank alone, by a name that only ranks that see it have; ConfigError: another rank has."""
     holder = int(store.compare_set(f"device {device}", "", str(rank)))
     if holder != rank:
-        raise ConfigError(
-            f"ranks {holder} and {rank} were given the same GPU ({device}); start one task per GPU, and let each see "
-            "its own GPU (srun --gpus-per-task=1) or all GPUs of the node"
-        )
+        advice = "let each see its own GPU (srun --gpus-per-task=1) or all GPUs of the node"
+        why = f"ranks {holder} and {rank} were given the same GPU ({device})"
+        raise ConfigError(f"{why}; start one task per GPU, and {advice}")
 
 
 def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> None:
@@ -124,9 +122,8 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if rank.world_size > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]):
-        raise ConfigError(
-            f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both", "environment"
-        )
+        why = f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}"
+        raise ConfigError(f"{why}; every rank needs both", "environment")
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         began = time.monotonic()
         store = PrefixStore(failure.attempt(), open_store(timeout_s))
@@ -152,7 +149,11 @@ def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement
         if not compared and store.check([_JOB]):
             compared = True
             _compare(store, rank, statement)
-            _claim_number(store, rank)
+            token = uuid4().hex
+            if store.compare_set(f"here {rank}", "", token).decode() != token:
+                failure.be_silent()
+                why = f"RANK = {rank} is set in two processes, or a former process of this rank has met here"
+                raise RankFailedError(why)
             if store.add(_ARRIVED, 1) == world_size:
                 store.compare_set(_VERDICT, "", _ALL)
         if store.check([_VERDICT]):
@@ -185,15 +186,8 @@ def _compare(store: Store, rank: int, ours: Statement | None) -> None:
             say(f"warning: {sentence}")
 
 
-def _claim_number(store: Store, rank: int) -> None:
-    token = uuid4().hex
-    if store.compare_set(f"here {rank}", "", token).decode() != token:
-        failure.be_silent()
-        raise RankFailedError(f"RANK = {rank} is set in two processes, or a former process of this rank has met here")
-
-
 def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:
-    """Who has not come: rank 0 looks for each, the others count, so that the store is asked few questions."""
+    # Rank 0 looks for each; the others do not, so that the store is asked few questions.
     if rank:
         return f"not all {world_size} ranks came within {limit_s:.3g} s (comm.init_timeout_s); rank 0 says which"
     absent = [str(number) for number in range(world_size) if not store.check([f"here {number}"])]
@@ -231,15 +225,14 @@ def _device(wanted: str, local: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        no_device = "PyTorch finds no such device on this machine"
-        raise ConfigError(f'[run] device = "{wanted}": {no_device}; use "cpu" or "auto"')
+        why = f'[run] device = "{wanted}": PyTorch finds no such device on this machine'
+        raise ConfigError(f'{why}; use "cpu" or "auto"')
     count = torch.cuda.device_count()
     if count == 1:
         return torch.device("cuda", 0)  # a scheduler may show each task its own GPU only; `claim` finds a shared one
     if local >= count:
-        raise ConfigError(
-            f"local rank {local} has no GPU: this process sees {count}; start at most {count} ranks per node (NPROC)"
-        )
+        why = f"local rank {local} has no GPU: this process sees {count}"
+        raise ConfigError(f"{why}; start at most {count} ranks per node (NPROC)")
     return torch.device("cuda", local)
 
 
@@ -271,10 +264,8 @@ def leave() -> None:
 
 
 def run_as_rank(work: Callable[[int], int | None]) -> int:
-    """Do what a command does on each rank; returns its exit code, and reports an error.
-
-    work: called with the number of this rank; returns an exit code, or None where all is done.
-    """
+    """Do what a command does on each rank, report an error, and return the exit code. work: is given the number of this
+    rank, and returns an exit code, or None where all is done."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         return work(rank) or EXIT_DONE

@@ -38,10 +38,9 @@ from titan.terminal import say
 GRACE_S = 10.0  # after a rank failed the others cannot finish; this long they may say so before they are killed
 STACKS_S = 0.5  # a rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)
 
+# Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
+# the kernel, for a file system that does not answer or for a device.
 KILLED_S = 120.0
-"""Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
-the kernel, for a file system that does not answer or for a device."""
-
 LOOK_S = 0.01
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Entry = Callable[[list[str]], int]
@@ -312,8 +311,7 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
 def _die_with(parent: int) -> None:
     """No orphans: a rank whose launcher was killed would go on writing to a run that somebody may have resumed."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit(EXIT_FAILED)
 

@@ -23,12 +23,8 @@ T = TypeVar("T")
 
 BEAT_S = 10.0  # between two signs of life of a rank at work, and at most between two looks of one that waits for it
 LOOK_S = 0.5  # between two looks of a waiting rank for a signal
-
-LOST_S = 300.0
-"""No sign of life for so long: nobody is at work any more. Where a launcher watches the ranks, it ends them sooner."""
-
-FAREWELL_S = BEAT_S + 5.0
-"""How long rank 0, whose process may serve the store, waits for others to read there what has failed."""
+LOST_S = 300.0  # without a sign of life: nobody is at work. Where a launcher watches the ranks, it ends them sooner
+FAREWELL_S = BEAT_S + 5.0  # how long rank 0, which may serve the store, waits for others to read there what has failed
 
 _turns = itertools.count()
 
@@ -89,12 +85,12 @@ def _take_turn(work: Callable[[], T] | None, result: list[T], rank: Rank, limit:
 def _carried(error: TitanError) -> bytes:
     """An error as other ranks can read it. A plugin's own may not survive that; its words and exit code do."""
     try:
-        told = pickle.dumps(error)
-        pickle.loads(told)
+        carried = pickle.dumps(error)
+        pickle.loads(carried)
+        return carried
     except Exception:
         nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == TitanError.__module__)
-        told = pickle.dumps(nearest(str(error)))
-    return told
+        return pickle.dumps(nearest(str(error)))
 
 
 class _Turn:

@@ -23,10 +23,8 @@ from threading import Thread, Timer
 from titan.errors import EXIT_FAILED
 from titan.log import log
 
+# From the stacks to the end: peers whose limit ends a little later show theirs. The launcher leaves them more time.
 LINGER_S = 5.0
-"""From the stacks to the end of the process: peers whose limit ends a little later show theirs. Less than the time the
-launcher leaves them."""
-
 _STDERR = 2
 _NCCL_WRITES = "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -42,9 +40,8 @@ def answer_to_quit() -> None:
 
 
 def record_collectives(rank: int, logs: Path, nccl: bool) -> None:
-    """Have PyTorch's flight recorder on; to be called before the first process group is made. NCCL's own watchdog
-    writes its part when a collective times out; Gloo's is for `keep_recording` to write. What the environment says of
-    it stays."""
+    """Have PyTorch's flight recorder on, before the first process group is made; the environment's own values stay.
+    NCCL's watchdog writes its part when a collective times out; Gloo's is for `keep_recording` to write."""
     _Home.rank, _Home.logs = rank, logs
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     if nccl:
@@ -103,12 +100,12 @@ def keep_recording() -> None:
     recording = pickle.loads(_dump_fr_trace())
     if not recording.get("entries"):
         return
-    recording["pg_config"] = {  # who is in each group: the recorder does not note it for Gloo, and its reader needs it
-        group.group_name: {
-            "name": group.group_name, "desc": group.group_desc, "ranks": str(c10d.get_process_group_ranks(group)),
-        }
-        for group in c10d._world.pg_map
-    }  # fmt: skip
+    # Who is in each group: the recorder does not note it for Gloo, and its reader needs it.
+    ranks_of = {group: str(c10d.get_process_group_ranks(group)) for group in c10d._world.pg_map}
+    recording["pg_config"] = {
+        group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": ranks}
+        for group, ranks in ranks_of.items()
+    }
     path = _Home.logs / f"flight-gloo-rank-{_Home.rank}"
     path.write_bytes(pickle.dumps(recording))
     log.error(f"the last collectives of rank {_Home.rank} are in {path}; {_reader(path)} compares those of all ranks")

@@ -35,9 +35,9 @@ from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.training import phases
 from titan.training.engine import StepLoss, Strict
+from titan.training.gradients import Counts, NonfiniteGuard
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
-from titan.training.nonfinite import Counts, NonfiniteGuard
 from titan.training.pace import OwnPace, Together
 
 

@@ -19,11 +19,8 @@ each layer. A job that fits with so many needs no closer look."""
 
 
 def settled(job: Job, rank: Rank) -> Job:
-    """The job with what the memory of the devices decides; rank 0 decides for all.
-
-    Raises:
-        ConfigError: the state of the job does not fit into the memory of a device or of this machine; on all ranks.
-    """
+    """The job with what the memory of the devices decides; rank 0 decides for all. ConfigError, on all ranks: the state
+    of the job does not fit into the memory of a device or of this machine."""
     device_gib = smallest_memory_gib(rank)
     values, sentences = from_first(lambda: choose(job, device_gib), rank)
     job = with_options(job, values)
@@ -54,9 +51,8 @@ def _refuse_what_cannot_fit(job: Job, rank: Rank, device_gib: float | None) -> N
     most_gib = (MOST_BYTES_PER_PARAM * spec.params + MOST_BYTES_PER_FEATURE * features) / 2**30
     of_host = host_memory_gib()
     available = [(device_gib, 1), *((gib, ranks) for gib, _ in of_host)]
-    if all(gib is None or most_gib * sharing <= gib for gib, sharing in available):
-        return
-    if not (planner := find_planner()):
+    fits = all(gib is None or most_gib * sharing <= gib for gib, sharing in available)
+    if fits or not (planner := find_planner()):
         return
     least = planner.persistent_gib(job)
     on_device, on_host = (max(each) for each in zip(*least, strict=True))

@@ -18,13 +18,8 @@ from titan.errors import PluginError
 
 
 def init_weights(part: ModelPart, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
-    """Give every parameter and buffer of the part its initial value, in place.
-
-    device: whose generators draw; None: each tensor's own.
-
-    Raises:
-        PluginError: the spec has no value for one, or computes it in another shape.
-    """
+    """Give every parameter and buffer of the part its initial value, in place; PluginError: the spec has none for one,
+    or computes it in another shape. device: whose generators draw; None: each tensor's own."""
     with torch.no_grad():
         for name, parameter in part.parameters():
             _fill(parameter, spec.init_of(name), seed, name, device)
@@ -43,8 +38,9 @@ def _fill(tensor: Tensor, how: Init, seed: int, name: str, device: torch.device 
         return
     # Which elements along dimension 0 this rank holds something of.
     numbers = _own(torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape), tensor)
+    how = replace(how, per_element=False)
     for row, number in enumerate(numbers.flatten(1)[:, 0].tolist() if numbers.numel() else ()):
-        element = _element(how, tensor.shape, seed, name, number, device, dtype)
+        element = draw(how, tensor.shape[1:], seed, f"{name}[{number}]", device, dtype)
         local[row].copy_(_own(element.expand(tensor.shape), tensor)[row])
 
 
@@ -62,7 +58,8 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
             raise PluginError(f"the model's spec computes {name} {shapes}")
         return value.to(dtype)
     if how.per_element:
-        return torch.stack([_element(how, shape, seed, name, number, device, dtype) for number in range(shape[0])])
+        one, names = replace(how, per_element=False), (f"{name}[{number}]" for number in range(shape[0]))
+        return torch.stack([draw(one, shape[1:], seed, element, device, dtype) for element in names])
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
     if how.kind == "stream":
@@ -71,13 +68,6 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
     tensor = torch.empty(shape, device=device, dtype=dtype)
     bound = how.cut * how.std
     return torch.nn.init.trunc_normal_(tensor, std=how.std, a=-bound, b=bound, generator=generator)
-
-
-def _element(
-    how: Init, shape: torch.Size, seed: int, name: str, number: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """One element along dimension 0 of a stack of this shape."""
-    return draw(replace(how, per_element=False), shape[1:], seed, f"{name}[{number}]", device, dtype)
 
 
 def name_seed(seed: int, name: str) -> int:

@@ -22,15 +22,12 @@ from titan.log import log
 from titan.machine import device_name
 from titan.paths import told
 
-PEAK_TFLOPS = {
-    "V100": 125.0, "A100": 312.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0,
-    "L40S": 362.0, "MI250X": 191.5, "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2306.9,
-    "MI355X": 2516.6,
-}  # fmt: skip
+_HOPPER = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0}
+_INSTINCT = {"MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4, "MI350X": 2306.9, "MI355X": 2516.6, "MI250X": 191.5}
+PEAK_TFLOPS = {"V100": 125.0, "A100": 312.0, "L40S": 362.0, **_HOPPER, "B200": 2250.0, **_INSTINCT}
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 
-RANKS = 1 << 20
-"""More than a run has; the rest of 63 bits counts KiB."""
+RANKS = 1 << 20  # more than a run has; the rest of 63 bits counts KiB
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -128,10 +125,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = None) -> tuple[float, int]:
-    """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks (`mates`).
-
-    held_gib: what this rank holds. One all-reduce of 8 bytes from host memory, exact to a KiB, up to 8 PiB.
-    """
+    """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks (`mates`). One
+    all-reduce of 8 bytes from host memory, exact to a KiB, up to 8 PiB. held_gib: what this rank holds."""
     if world_size == 1:
         return held_gib, 0
     # KiB above, ranks below, counted down so that the largest number is of the lowest rank among equals.
@@ -141,11 +136,11 @@ def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = 
     return held_kib / 2**20, RANKS - 1 - place
 
 
-KEYS: Set[str] = {
-    "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "tokens_per_s_per_device",
-    "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
-    "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss", "validation_perplexity", "time",
-}  # fmt: skip
+_COUNTS = {"step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "skipped_updates"}
+_SPEEDS = {"tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device", "mfu"}
+_TIMES = {"time", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s"}
+_OTHERS = {"peak_memory_gib", "peak_memory_rank", "validation_loss", "validation_perplexity"}
+KEYS: Set[str] = _COUNTS | _SPEEDS | _TIMES | _OTHERS
 """Keys of rows that are the host's: what plugins measure has other names."""
 
 Measuring = Model | Loss | Technique
@@ -170,7 +165,6 @@ class Measures:
         self._asked: list[tuple[Measuring, tuple[nn.Module, ...]]] = [(job.model, (part.module,)) for part in parts]
         self._asked += [(plugin, ()) for plugin in others]
         self._measures = {name: owner.measures[name] for name, owner in self._owners.items()}
-        self._places = {name: place for place, name in enumerate(self._measures)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,9 +182,10 @@ class Measures:
         # Rows: sums; what they are of, 0 where there are no values; ranks whose value is not counted.
         sums = torch.zeros(3, len(self._measures), **settings)
         largest = torch.full((len(self._measures),), -torch.inf, **settings)
+        places = list(self._measures)
         for plugin, arguments in self._asked:
             for name, value in self._given(plugin, arguments):
-                place, join = self._places[name], self._measures[name].join
+                place, join = places.index(name), self._measures[name].join
                 if join == "mean":
                     sums[:2, place] += value
                 elif join == "max":
@@ -212,7 +207,7 @@ class Measures:
     def row(self, numbers: Sequence[float]) -> Row:
         """Name -> number, of the numbers in `joined`; without names that no rank has a value of."""
         count, row = len(self._measures), {}
-        for name, place in self._places.items():
+        for place, name in enumerate(self._measures):
             total, weight, elsewhere, largest = numbers[place::count]
             if weight:
                 row[name] = {"sum": total, "mean": total / weight, "max": largest + total}[self._measures[name].join]
@@ -248,9 +243,10 @@ class Measures:
 
 def of_workers(axis: str, found: Sequence[Sequence[float]]) -> Row:
     """`loss_worker_0` and so on: [loss, gradient norm] of each rank along an axis; empty where that has no name."""
-    return {f"{what}_{axis}_{worker}": value
-            for worker, pair in enumerate(found if axis else ())
-            for what, value in zip(("loss", "grad_norm"), pair, strict=True)}  # fmt: skip
+    row: dict[str, float] = {}
+    for worker, (loss, grad_norm) in enumerate(found if axis else ()):
+        row |= {f"loss_{axis}_{worker}": loss, f"grad_norm_{axis}_{worker}": grad_norm}
+    return row
 
 
 def _check_value(what: str, value: Any, measure: Measure, device: torch.device) -> None:
@@ -304,6 +300,5 @@ class Trackers:
                 if tracker.name not in self._failed:
                     self._failed.add(tracker.name)
                     text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                    log.warning(
-                        f"[metrics.{tracker.name}] {text}; training continues, and this tracker misses some rows"
-                    )
+                    consequence = "training continues, and this tracker misses some rows"
+                    log.warning(f"[metrics.{tracker.name}] {text}; {consequence}")

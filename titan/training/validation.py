@@ -17,10 +17,8 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
-    """Sums of the `values` numbers that `score` gives, over the batches of all ranks.
-
-    All ranks take part, with as many batches each, and get the same numbers. Training does not notice.
-    """
+    """Sums of the `values` numbers that `score` gives, over the batches of all ranks. All ranks take part, with as many
+    batches each, and get the same numbers. Training does not notice."""
     sums = torch.zeros(values, dtype=torch.float64, device=context.device)
     with evaluating(context.parts):
         for whole in batches:

@@ -10,6 +10,7 @@ from titan.ranks.meeting.same_job import Statement
 
 LONGEST = 1 << 24  # bytes of a message at most
 
+_LENGTH = struct.Struct("!i")  # what `Connection` sends before a message
 Message = dict[str, Any]
 
 
@@ -43,9 +44,6 @@ class Caller:
         if not 0 < length <= LONGEST or len(self.bytes) > _LENGTH.size + length:
             raise UnknownCallerError
         return _checked(bytes(self.bytes[_LENGTH.size :])) if len(self.bytes) == _LENGTH.size + length else None
-
-
-_LENGTH = struct.Struct("!i")  # what `Connection` sends before a message
 
 
 def _checked(text: bytes) -> Message:

@@ -21,11 +21,9 @@ MEETING_PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 STARTED = "TITAN_STARTED"  # by which ranks know when the command was started, in seconds of the monotonic clock
 SCONTROL_S = 60.0  # longest wait for scontrol, which asks nobody about a node list
 
+SLURM_PORTS = range(20000, 29000)  # a Slurm job meets at one by its number: jobs that share a node do not clash
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 """srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
-
-SLURM_PORTS = range(20000, 29000)
-"""A Slurm job meets at a port by its number, so that jobs that share a node do not clash."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ class LaunchEnv:
 
 def find_place(env: Environment) -> LaunchEnv:
     """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from a step of Slurm's, or from
-    the PET_* variables of a pod of Kubeflow's.
-
-    The port is 0 on a single node: nobody else needs to know it before the ranks start.
+    the PET_* variables of a pod of Kubeflow's. The port is 0 on a single node: nobody needs it before the ranks start.
 
     ConfigError: a variable is no number, out of range, or missing; or Slurm holds nodes or tasks for this job on which
     nobody has started anything.
@@ -158,11 +154,9 @@ def _refuse_doubt(env: Environment) -> None:
     per node, and its other GPUs idle."""
     if "LOCAL_RANK" in env or (seen := gpus()) <= 1:
         return
-    raise ConfigError(
-        f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} without LOCAL_RANK, and this process sees {seen} "
-        "GPUs; where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK",
-        "environment",
-    )
+    doubt = f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} without LOCAL_RANK"
+    advice = "where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK"
+    raise ConfigError(f"{doubt}, and this process sees {seen} GPUs; {advice}", "environment")
 
 
 def _own(env: Environment) -> Environment:
@@ -209,18 +203,14 @@ def plain_host(host: str) -> str:
 
 
 def _first_slurm_host(env: Environment) -> str:
-    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if not listed:
-        raise ConfigError("MASTER_ADDR is not set; set it to the host of node 0", "environment")
-    if shutil.which("scontrol", path=env.get("PATH", "")) is None:
-        raise ConfigError(
-            "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0",
-            "environment",
-        )
-    hosts = _hosts(env, listed)
-    if not hosts:
-        raise ConfigError(f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR", "environment")
-    return hosts[0]
+    listed, why = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"), ""
+    if listed and (hosts := _hosts(env, listed)):
+        return hosts[0]
+    if listed:
+        tool = shutil.which("scontrol", path=env.get("PATH", ""))
+        why = f"cannot read the node list {listed!r}" if tool else "is not in PATH to look it up"
+        why = f", and scontrol {why}"
+    raise ConfigError(f"MASTER_ADDR is not set{why}; set it to the host of node 0", "environment")
 
 
 def _hosts(env: Environment, listed: str) -> list[str]:

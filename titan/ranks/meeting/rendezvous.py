@@ -29,7 +29,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
 from titan.errors import ConfigError, PreemptedError, TitanError
@@ -44,13 +43,12 @@ JOIN_S = 1800.0  # longest wait for the other nodes, where no job says another
 HELLO_S = 10.0  # longest wait for the first message of a new connection
 ANSWER_S = 60.0  # longest wait for the answer of node 0, to which a thousand nodes may talk at once
 
-LAST_S = 5.0
-"""After a signal, by so much another node ends after node 0, which asks Slurm to run the job again: `srun
---kill-on-bad-exit` ends all as soon as one has ended."""
-
-WAITING = "while waiting for other nodes"
-
 LOOK_S = 0.2  # between two looks for a signal, or tries to connect
+
+# After a signal, by so much another node ends after node 0, which asks Slurm to run the job again: `srun
+# --kill-on-bad-exit` ends all as soon as one has ended.
+LAST_S = 5.0
+WAITING = "while waiting for other nodes"
 
 
 class NodeLostError(TitanError):
@@ -91,9 +89,8 @@ class Nodes:
 
 @contextlib.contextmanager
 def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Iterator[Nodes]:
-    """Find the other launchers; on a single node there are none.
-
-    statement: of the job that this node is to run.  limit_s: longest wait for the others.
+    """Find the other launchers; on a single node there are none. statement: of the job that this node is to run.
+    limit_s: longest wait for the others.
 
     Raises:
         ConfigError: the port is taken, the host's name does not resolve, or the nodes do not state the same job.
@@ -120,7 +117,7 @@ def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Ite
         yield Nodes(links)
     finally:
         for link in links.values():
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 link.close()
 
 
@@ -154,8 +151,8 @@ class _Gathering:
         try:
             server = listen(place.port)
         except OSError as error:
-            free = "choose a port that no program on node 0 has"
-            raise ConfigError(f"MASTER_PORT = {place.port}: {error.strerror}; {free}", "environment") from None
+            why = f"MASTER_PORT = {place.port}: {error.strerror}; choose a port that no program on node 0 has"
+            raise ConfigError(why, "environment") from None
         server.setblocking(False)
         deadline = time.monotonic() + limit_s
         with server:
@@ -164,9 +161,8 @@ class _Gathering:
                     self._look(server)
                     if time.monotonic() > deadline:
                         absent = sorted(set(range(1, place.nodes)) - set(self._links))
-                        raise NodeLostError(
-                            f"nodes {absent} did not connect within {limit_s:g} s (comm.init_timeout_s)"
-                        )
+                        why = f"nodes {absent} did not connect within {limit_s:g} s (comm.init_timeout_s)"
+                        raise NodeLostError(why)
             finally:
                 for link in self._callers:
                     link.close()
@@ -272,7 +268,7 @@ def _is_taken(link: Connection, place: LaunchEnv, statement: Statement, answer_s
             if time.monotonic() > deadline:
                 raise ValueError("no answer")
         message = _read(link)
-    except (EOFError, ConnectionError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         link.close()
         return False
     except (OSError, ValueError):

@@ -30,16 +30,13 @@ from titan.contracts.plugin.options import options_of
 from titan.contracts.plugin.registry import Plugin
 from titan.errors import ConfigError, ConfigIssue
 
+# Keys that say how a host does its part; and paths that are the run's: its folder, and what rank 0 alone looks for.
 OF_HOST = frozenset({("data", "cache"), ("data", "workers"), ("data", "prepare_workers"), ("plugins", "path")})
-"""Keys that say how a host does its part."""
-
 OF_RUN = frozenset({("run", "dir"), ("checkpoint", "init_from"), ("checkpoint", "resume")})
-"""Paths that are the run's: its folder, and what rank 0 alone looks for."""
 
 PACKAGES = ("torch", "torchdata", "numpy", "safetensors", "tokenizers", "transformers", "torchao", "triton")
 SOURCES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
 APART = "give each run a port of its own, and its folder the same path on all nodes"
-
 FOLDER = ("run.dir", "run.name")  # keys that make up the run's folder: by other ones, a launcher is another run's
 
 
@@ -61,12 +58,11 @@ class Statement:
     def read(values: Any) -> "Statement":
         """From what JSON gives back; ValueError: it is no statement."""
         names = ("job", "plugins", "versions")
-        if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in names):
-            raise ValueError("no statement of a job")
-        statement = Statement(*(values[name] for name in names))
-        if not all(isinstance(value, str) for value in (*statement.plugins.values(), *statement.versions.values())):
-            raise ValueError("no statement of a job")
-        return statement
+        if isinstance(values, dict) and all(isinstance(values.get(name), dict) for name in names):
+            job, plugins, versions = (values[name] for name in names)
+            if all(isinstance(text, str) for text in (*plugins.values(), *versions.values())):
+                return Statement(job, plugins, versions)
+        raise ValueError("no statement of a job")
 
 
 def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
@@ -139,10 +135,8 @@ def other_run(theirs: Statement, ours: Statement) -> bool:
 
 def misfits(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]:
     """Why the two cannot be of one run: a sentence for each key, plugin or version. they, we: "node 3", "rank 0"."""
-    sentences = [
-        f"{key} = {_shown(value)} on {they}, but {_shown(wanted)} on {we}"
-        for key, wanted, value in _by_option(differences(ours.job, theirs.job))
-    ]
+    options = _by_option(differences(ours.job, theirs.job))
+    sentences = [f"{key} = {_shown(value)} on {they}, but {_shown(wanted)} on {we}" for key, wanted, value in options]
     for plugin, wanted in ours.plugins.items():
         if (value := theirs.plugins.get(plugin)) not in (None, wanted):
             sentences.append(f"{plugin}: its files have the hash {value} on {they}, but {wanted} on {we}")
@@ -170,13 +164,12 @@ def refusal(sentences: list[str]) -> ConfigError:
 
 def remarks(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]:
     """What differs in versions and may stand: a sentence for each package."""
-    packages = dict.fromkeys((*ours.versions, *theirs.versions))
-    pairs = ((package, theirs.versions.get(package), ours.versions.get(package)) for package in packages)
-    return [
-        f"{package} is {value or 'not installed'} on {they}, but {wanted or 'not installed'} on {we}"
-        for package, value, wanted in pairs
-        if value != wanted
-    ]
+    sentences = []
+    for package in dict.fromkeys((*ours.versions, *theirs.versions)):
+        value, wanted = (statement.versions.get(package, "not installed") for statement in (theirs, ours))
+        if value != wanted:
+            sentences.append(f"{package} is {value} on {they}, but {wanted} on {we}")
+    return sentences
 
 
 def _shown(value: Any) -> str:

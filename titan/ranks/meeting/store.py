@@ -73,9 +73,8 @@ def open_store(limit_s: float) -> Store:
     """
     given = os.environ.get("MASTER_PORT", "")
     if not (given.isdecimal() and 0 < int(given) < 1 << 16):
-        raise ConfigError(
-            f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535", "environment"
-        )
+        wanted = "must be the port where rank 0 serves the store, from 1 to 65535"
+        raise ConfigError(f"MASTER_PORT = {given!r}: {wanted}", "environment")
     host, port = os.environ["MASTER_ADDR"], int(given)
     if (host, port) in _opened:
         return _opened[host, port]
@@ -91,11 +90,9 @@ def open_store(limit_s: float) -> Store:
         return _opened[host, port]
     except (TimeoutError, RuntimeError) as error:
         why = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
-        raise ConfigError(
-            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: what listens there did not answer as the store of the ranks"
-            f"{why} within {limit_s:g} s; give the run a port that no program has",
-            "environment",
-        ) from None
+        what = f"what listens there did not answer as the store of the ranks{why} within {limit_s:g} s"
+        where = f"MASTER_ADDR = {host}, MASTER_PORT = {port}"
+        raise ConfigError(f"{where}: {what}; give the run a port that no program has", "environment") from None
 
 
 def _connect(host: str, port: int, serves: bool, limit_s: float) -> Store:
@@ -109,12 +106,9 @@ def _check_free(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                return
-            raise ConfigError(
-                f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has",
-                "environment",
-            ) from None
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                advice = "choose a port that no program on the host of rank 0 has"
+                raise ConfigError(f"MASTER_PORT = {port}: {error.strerror}; {advice}", "environment") from None
 
 
 def await_port(host: str, port: int, deadline: float) -> None:
