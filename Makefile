@@ -5,7 +5,7 @@ ARGS ?=
 # Two workers; each takes a whole file of tests, those of tests/dist first. One that ends at a test's limit would run that
 # test again in its next life, and again.
 in_two = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -p tests.cost.summary
-in_env = python=$$(scripts/python.sh dev float8 hf plan plot tune wandb) && "$$python" -m
+in_env = python=$$(scripts/python.sh dev float8 hf plot tune wandb) && "$$python" -m
 
 # Hundreds of processes of the tests would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE

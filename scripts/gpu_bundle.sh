@@ -39,7 +39,7 @@ for glibc in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014; do
 done
 "${pip[@]}" download -q --no-deps --only-binary=:all: --python-version "$version" "${platforms[@]}" \
     --dest "$folder/wheels" \
-    "torchtitan==0.2.2" "torchdata>=0.11" "torchao>=0.18,<0.19" tomli_w tqdm tyro docstring-parser typeguard einops
+    "torchtitan==0.2.2" "torchdata>=0.11" "torchao>=0.18,<0.19" tomli_w tomlkit tqdm tyro docstring-parser typeguard einops
 
 cat >"$folder/stubs/datasets/__init__.py" <<'END'
 """Stands in for the package of this name: importable, with nothing to load."""

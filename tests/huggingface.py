@@ -8,12 +8,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from titan import cli
-from titan.checkpoint import conversion, huggingface
+from titan.checkpoint import huggingface
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
 from titan.contracts.base.parts import ModelPart
 from titan.contracts.plugin import registry
+from titan.inference import conversion
 from titan.inference.load_model import open_job
 
 SCALED = {

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tomli_w
+import tomlkit
 import torch
 from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ class Reference:
         self._folder, self._config = folder, folder / "job.toml"
         model = random_model(case, folder / "model")
         write_text(folder / "text")
-        self._config.write_text(tomli_w.dumps(_job(folder / "model")))
+        self._config.write_text(tomlkit.dumps(_job(folder / "model")))
         rows = dict(enumerate(_train(model, self._batches()), 1))
         model.save_pretrained(folder / "trained")
         weights = {name: p.detach() for name, p in loaded(folder / "trained").named_parameters()}

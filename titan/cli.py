@@ -126,8 +126,9 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _keys(word: str) -> list[str]:
     """What a word may mean for a job: a file, or three keys at most, such as `--train.steps` for `--steps`."""
-    from titan.config.load import BUILT_IN, load_job
+    from titan.config.load import load_job
     from titan.config.sections import declared_tables
+    from titan.config.tables import BUILT_IN
 
     if not word.startswith("-") and (word.endswith(".toml") or (BUILT_IN / f"{word}.toml").is_file()):
         return [f"--config {word}"]

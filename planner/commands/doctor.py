@@ -90,11 +90,11 @@ def _examine(args: argparse.Namespace, rank: int) -> None:
 
 
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
-    import tomli_w
+    import tomlkit
 
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
+        args.output.write_text(tomlkit.dumps(found.cluster), encoding="utf-8")
         print(f"wrote {args.output}", file=sys.stderr)
     if args.json:
         print(json.dumps(found.json(), allow_nan=False))

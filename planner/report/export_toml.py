@@ -9,13 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import tomli_w
+import tomlkit
 
 from titan.config import load_job
-from titan.config.load import BUILT_IN
 from titan.config.tables import Table, override, read
-from titan.errors import ConfigError, MissingPackageError, TitanError, by_errno
-from titan.packages import install
+from titan.errors import ConfigError, TitanError, by_errno
 
 ELSEWHERE = "or write a resolved TOML with --output FILE"
 
@@ -36,7 +34,7 @@ def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values
     table["run"] = {key: value for key, value in table["run"].items() if key != "name"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tomli_w.dumps(table), encoding="utf-8")
+        path.write_text(tomlkit.dumps(table), encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from None
 
@@ -51,9 +49,7 @@ def text_to_replace(path: Path) -> str:
 
     Raises:
         ConfigError: the file cannot be read or is not UTF-8, or the file or its folder is not writable.
-        MissingPackageError: tomlkit is not installed.
     """
-    _tomlkit()
     real = path.resolve()
     try:
         text, mode = real.read_bytes().decode(), stat.S_IMODE(real.stat().st_mode)
@@ -93,7 +89,7 @@ def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mappin
     override(given, overrides)
     words = (".".join(key) for key in given.origins if not isinstance(given.at(*key), dict))
     keys = dict.fromkeys([*values, *words])
-    changes = _changes(read(path, (), BUILT_IN), load_job(path).table, {key: _at(wanted, key) for key in keys})
+    changes = _changes(read(path, ()), load_job(path).table, {key: _at(wanted, key) for key in keys})
     try:
         edited = _edited(path, text, changes, wanted)
         if edited != text:
@@ -114,7 +110,6 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
     """
     if text.startswith(MARK):
         return MARK + set_values(text.removeprefix(MARK), values)
-    tomlkit = _tomlkit()
     windows = 0 < text.count("\r\n") == text.count("\n")
     try:
         document, wanted = tomlkit.parse(text.replace("\r\n", "\n") if windows else text), tomllib.loads(text)
@@ -125,7 +120,7 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
                 if table not in here:
                     here[table] = tomlkit.table()
                 here, there = here[table], there.setdefault(table, {})
-            body = here.value.body if isinstance(here, tomlkit.items.Table) and name not in here else []
+            body: list[Any] = here.value.body if isinstance(here, tomlkit.items.Table) and name not in here else []
             last = max((place for place, (item, _) in enumerate(body) if item is not None), default=len(body) - 1)
             trailing = body[last + 1 :]
             del body[last + 1 :]
@@ -138,14 +133,6 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
     if tomllib.loads(edited) != wanted:
         raise ValueError("the keys of the layout stand in a form that cannot be edited")
     return edited
-
-
-def _tomlkit() -> Any:
-    try:
-        import tomlkit
-    except ImportError:
-        raise MissingPackageError(f"--in-place needs tomlkit; run: {install('plan')}, {ELSEWHERE}") from None
-    return tomlkit
 
 
 def _edited(path: Path, text: str, changes: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

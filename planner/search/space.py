@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job
-from titan.config.load import BUILT_IN, QUICKSTART
-from titan.config.tables import Table, override, plugin_folders, read
+from titan.config.tables import QUICKSTART, Table, override, plugin_folders, read
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base.layout import Axis, Layout, unfoldable
@@ -247,9 +246,7 @@ class Space:
         key = (tuple(degree > 1 for degree in layout.degrees.values()), switched)
         if key not in self._chosen:
             on = chosen_techniques(self._known, self._switches | dict(switched), layout)
-            astray = unattended(self._known, on, layout) or agree(
-                [self._instance(plugin, ()) for plugin in on], self._known
-            )
+            astray = unattended(self._known, on, layout) or agree([self._instance(plugin, ()) for plugin in on])
             self._chosen[key] = None if astray else on
         return self._chosen[key]
 
@@ -317,7 +314,7 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     override(given, overrides)
     keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
     words = [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] != "mesh"]
-    registry.load_plugins(plugin_folders(read(path or QUICKSTART, overrides, BUILT_IN)))
+    registry.load_plugins(plugin_folders(read(path or QUICKSTART, overrides)))
     axes = [axis for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) for axis in p.axes]
     kept = [axis.name for axis in axes if axis.weights == "own"]
     words += [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] == "mesh" and key[1] in kept]

@@ -124,7 +124,7 @@ words = ["--config", "configs/debug.toml", "--mesh.dp_shard", "2"]
 MAINS = {"titan train": 'cli.main(["train", *words])', "run_train.sh": "launch.main(words)"}
 COMPILER = {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "triton"}
 """Takes a second to import; plugins that need it import it where they use it."""
-TRAINER = {"titan.train", "titan.training.build", "titan.inference.generation"}
+TRAINER = {"titan.train", "titan.training.build"}
 
 
 def imported(main: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, set[str]]:

@@ -1,15 +1,22 @@
 """Every TOML in `configs/` is a job that could start, and says what its head says."""
 
+import json
+import math
 import shutil
 import tomllib
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
-import tomli_w
+import tomlkit
 
 from tests.jobs import mesh
 from titan.config import Job, load_job
+from titan.config.schema import schema
 from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import as_table, options_of
+from titan.contracts.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -19,6 +26,15 @@ MILLION = 2**20
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_loads(path: Path) -> None:
     assert load_job(path).run.name == path.stem
+
+
+def test_what_is_declared_as_a_section_is_parsed_resolved_and_in_the_schema() -> None:
+    job, properties = load_job(None), schema()["properties"]
+    assert {"run", "train", "data"} < SECTIONS.keys()
+    for name, section in SECTIONS.items():
+        keys = {option.key for option in options_of(section)}
+        assert type(getattr(job, name)) is section and keys <= properties[name]["properties"].keys()
+        assert as_table(getattr(job, name)).keys() <= job.table[name].keys()
 
 
 def _job(name: str, *words: str) -> Job:
@@ -82,7 +98,7 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     job = load_job(Path("jobs/job.toml"))
     written = elsewhere / "config.toml"
-    written.write_text(tomli_w.dumps(dict(job.table)))
+    written.write_text(tomlkit.dumps(dict(job.table)))
     table = tomllib.loads(written.read_text())
     assert table["plugins"]["path"] == [f"{place}/mine", "~/x.py"]
     assert table["tokenizer"]["path"] == f"{place}/ranks.tiktoken"
@@ -127,3 +143,25 @@ global_batch_size = 1
 init_from = "weights"
 resume = "earlier"
 """
+
+
+WORDS = ["", "a", "b c", "x.y", "é😀", "'''", '"""', "\\u0041", "\n\r\t\x00\x7f\x85\u2028", "#", "[x]", "true", "1e5"]
+NUMBERS = (0, -(2**63), 2**63 - 1, True, -0.0, 0.1, 5e-324, 1e22, 1.7e308, math.inf, -math.inf)
+
+
+def drawn(random: Random, depth: int) -> Any:
+    """A value of a TOML: a scalar, a list, a list of tables or a table."""
+    kind = random.randrange(5 if depth else 2)
+    if kind < 2:
+        return random.choice(WORDS) + random.choice(WORDS) if kind else random.choice(NUMBERS)
+    tables = [{random.choice(WORDS): drawn(random, depth - 1) for _ in range(4)} for _ in range(3)]
+    values = [drawn(random, depth - 1) for _ in range(random.randrange(4))]
+    return values if kind == 2 else tables[: random.randrange(4)] if kind == 3 else tables[0]
+
+
+def test_what_is_written_as_toml_reads_back_equal() -> None:
+    random = Random(0)
+    jobs = [load_job(path).table for path in CONFIGS]
+    for table in (*jobs, *({"t": drawn(random, 3), "u": drawn(random, 3)} for _ in range(300))):
+        read = tomllib.loads(tomlkit.dumps(table))
+        assert json.dumps(read, sort_keys=True) == json.dumps(table, sort_keys=True)  # 1 is not 1.0, nor true

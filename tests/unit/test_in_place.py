@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from titan.config import load_job
 from titan.errors import ConfigError
 from titan.planner.report.export_toml import candidate, set_values, text_to_replace, write_layout
 from titan.planner.search import best_first
-
-pytest.importorskip("tomlkit")
 
 BASE = Path(__file__).parents[1] / "configs" / "planned.toml"
 JOB = f"""# A job.
@@ -122,15 +119,6 @@ def test_a_file_that_is_not_writable_is_refused_before_the_search(
     assert plan(job) == 2
     assert f"{job}: is not writable (mode 0444); make it writable with chmod u+w {job}" in capsys.readouterr().err
     assert job.read_text() == JOB
-
-
-def test_without_tomlkit_nothing_is_searched(
-    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.delattr(best_first, "search")
-    monkeypatch.setitem(sys.modules, "tomlkit", None)
-    assert plan(job) == 2
-    assert re.search(r"--in-place needs tomlkit; run: .*\[plan\]'?, or write a", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("linked", [False, True])

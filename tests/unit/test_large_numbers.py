@@ -16,10 +16,11 @@ import pytest
 from tests.jobs import GPT, LLAMA
 from tests.sweeps import sweep_but
 from titan.config import load_job
-from titan.config.load import ONE_OF, SECTIONS
+from titan.config.sections import ONE_OF
 from titan.contracts import Model, Technique, Tracker
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import Option, options_of
+from titan.contracts.sections import SECTIONS
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.step.layout import costs_of

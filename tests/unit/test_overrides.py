@@ -10,7 +10,7 @@ import pytest
 from tests.jobs import LLAMA
 from titan import cli
 from titan.config import load_job, said_of
-from titan.config.load import QUICKSTART
+from titan.config.tables import QUICKSTART
 from titan.errors import ConfigError
 
 SMALL = "n_layers = 2, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"

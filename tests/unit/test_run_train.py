@@ -252,7 +252,7 @@ def test_make_passes_arguments_on(house: House) -> None:
     for target in ("test", "sweep"):
         house.run("make", target, "ARGS=-k mesh", cwd=house.root)
     *installed, tests, sweeps = house.calls()
-    assert installed == [_install(house, "[dev,float8,hf,plan,plot,tune,wandb]")]
+    assert installed == [_install(house, "[dev,float8,hf,plot,tune,wandb]")]
     assert tests.startswith("-m pytest -n 2 ") and tests.endswith(" -p tests.cost.summary -k mesh")
     assert sweeps == tests.replace(" -k", " -m sweep -k")
 

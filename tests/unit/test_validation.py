@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomli_w
+import tomlkit
 
 from tests.jobs import LLAMA
 from titan.config import Job, load_job
@@ -38,7 +38,7 @@ def test_the_resolved_job_gives_the_same_job(tmp_path: Path) -> None:
     data = job.validation_data
     assert data is not None
     assert (data.name, data.config.path, job.validation.every) == ("text", ("a", "b,c"), 5)
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(dict(job.table)))
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(dict(job.table)))
     again = load_job(tmp_path / "config.toml")
     assert again.table == job.table and again.validation_data is not None
     assert again.validation_data.config.path == (str(Path("a").absolute()), str(Path("b,c").absolute()))

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-import tomli_w
+import tomlkit
 import torch
 
 from titan.config import load_job, said_of
@@ -24,10 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
     add("--config", type=Path, metavar="FILE", help="the same as FILE, for symmetry with other commands")
     add("--world-size", type=int, metavar="N", help="number of ranks; default: as many as the layout needs")
-    add(
-        "--cluster", metavar="C", help="name or file of a cluster, whose memory decides options that are not set; "
-        "default: the memory of this machine's GPU"
-    )  # fmt: skip
+    memory = "name or file of a cluster, whose memory decides options that are not set; default: this machine's GPU"
+    add("--cluster", metavar="C", help=memory)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of TOML")
     form.add_argument("--schema", action="store_true", help="print the JSON Schema of a job, with all known plugins")
@@ -46,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     job = load_job(path, args.overrides, args.world_size)
     has_gpu = job.run.device != "cpu" and torch.cuda.is_available()
     values, chosen = choose(job, total_gib(torch.device("cuda", 0)) if has_gpu else None, args.cluster)
-    table = dict(with_options(job, values).table)
+    table = with_options(job, values).table
     for sentence in (*said_of(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)
-    print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
+    print(json.dumps(table, indent=2) if args.json else tomlkit.dumps(table), end="\n" if args.json else "")
     return 0

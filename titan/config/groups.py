@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from titan.config.tables import Table
 from titan.contracts import Costs, Job, Model, ModelSpec, Optimizer
 from titan.contracts.base.spec import ParameterKind, glob_matches
 from titan.contracts.objective import NamedParameter
@@ -140,28 +139,17 @@ def _nearest(word: str, kinds: Mapping[str, tuple[ParameterKind, int]]) -> str:
     return did_you_mean(word, globs | words)
 
 
-def take(table: Table) -> Any:
-    """Take the groups out of `[optimizer]`, before its other keys are read as options; None where there are none.
-
-    Groups of a lower file stay when an upper one, or the command line, names another optimizer. A word of the command
-    line that is no TOML stays a CliText.
-    """
-    section = table.at(Optimizer.section)
-    value = section.pop("groups", None) if isinstance(section, dict) else None
-    read = from_text(value) if isinstance(value, CliText) else value
-    return value if read == value else read
-
-
 def grouped(
-    plugin: Any, entries: Any, where: Callable[..., Where], faults: list[ConfigIssue], resolved: dict[str, Any]
+    plugin: Any, given: Any, where: Callable[..., Where], faults: list[ConfigIssue], resolved: dict[str, Any]
 ) -> Any:
     """An optimizer with the groups of a TOML, if there are any. Adds to `faults` and to `resolved`."""
+    entries = from_text(given) if isinstance(given, CliText) else given
     if entries in (None, []) or plugin is None:
         return plugin
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         what = "must be a list of tables, [[optimizer.groups]]"
-        if isinstance(entries, CliText):
-            what = f"= {shown(entries)}: is not TOML; write it as [{{match = 'head', lr = 1e-3}}]"
+        if isinstance(given, CliText) and entries == given:
+            what = f"= {shown(given)}: is not TOML; write it as [{{match = 'head', lr = 1e-3}}]"
         faults.append(where(Optimizer.section).fault("groups", what))
         return plugin
     groups = [_group(plugin, entry, _place(where, number), faults) for number, entry in enumerate(entries)]

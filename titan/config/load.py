@@ -1,28 +1,27 @@
 """Build a Job from files and the command line; all faults are collected and reported together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import titan.configs
 from titan.config import groups, tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
-from titan.config.sections import ONE_OF, SECTIONS, SHARED
-from titan.config.tables import Table
+from titan.config.sections import ONE_OF, SHARED
+from titan.config.tables import QUICKSTART, Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Dataset, Model, Technique, Tracker
 from titan.contracts.base.layout import Layout, lay_out
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.conformance import made
-from titan.contracts.plugin.options import Where, coerce, did_you_mean, option, options_of, parse, resolved_table, shown
+from titan.contracts.plugin.options import Where, coerce, did_you_mean, keys_of, option, parse, resolved_table, shown
 from titan.contracts.plugin.registry import Plugin
-from titan.contracts.sections import DataSection, MetricsSection, RunSection, TrainSection, ValidationSection
+from titan.contracts.sections import SECTIONS, TrainSection
 from titan.errors import ConfigError, ConfigIssue
 
-BUILT_IN = Path(next(iter(titan.configs.__path__)))
-QUICKSTART = BUILT_IN / "quickstart.toml"
+HOST_ONLY = SECTIONS.keys() - {"data", "validation", "metrics"}
+"""Tables in which no plugin has keys."""
 
 C = TypeVar("C")
 
@@ -47,14 +46,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world-size {world_size}: must be at least 1", "command line")
     path = path or QUICKSTART
-    table = tables.read(path, overrides, BUILT_IN)
-    registry.load_plugins(tables.plugin_folders(table))
-    return _Loader(table, str(path)).load(world_size, path.stem)
-
-
-def said_of(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Sentences about what one file of a job says over another, where a user may have meant otherwise."""
-    return tables.remarks(tables.read(path or QUICKSTART, overrides, BUILT_IN))
+    return _Loader(tables.read(path, overrides), str(path)).load(world_size, path.stem)
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
@@ -62,7 +54,6 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
-    registry.load_plugins(tables.plugin_folders(table))
     return _Loader(table, origin).load(world_size, "unnamed", trains=False)
 
 
@@ -75,36 +66,37 @@ class _Loader:
         self.resolved: dict[str, Any] = {}
 
     def load(self, world_size: int | None, default_name: str, *, trains: bool = True) -> Job:
+        registry.load_plugins(tables.plugin_folders(self.table))
         try:
-            return self._load(world_size, default_name, trains=trains)
+            job = Job(**self._fields(world_size, default_name), table=self.resolved)
+            check(job, self._where, trains=trains)
         except ConfigError as error:
             raise ConfigError(map(self.table.blamed, error.faults)) from error
+        return job
 
-    def _load(self, world_size: int | None, default_name: str, *, trains: bool) -> Job:
+    def _fields(self, world_size: int | None, default_name: str) -> dict[str, Any]:
         self._unknown_sections()
-        run, train, checkpoint, comm = (self._section(name) for name in ("run", "train", "checkpoint", "comm"))
-        entries = groups.take(self.table)
-        model, tokenizer, loss, optimizer, schedule = (self._one_of(c.section, c) for c in ONE_OF)
-        optimizer = groups.grouped(optimizer, entries, self._where, self.faults, self.resolved)
-        data, sources = self._data()
-        validation, validation_data = self._validation()
-        metrics, trackers = self._metrics()
-        layout, techniques = self._layout_and_techniques(world_size)
-        if train is not None:
-            self._batch(train, layout)
+        # No key of the optimizer's, so groups stay where an upper file names another one.
+        entries = self.table.at("optimizer").pop("groups", None)
+        read = {name: self._divided(config, self.table.at(name), name) for name, config in SECTIONS.items()}
+        fields: dict[str, Any] = {name: section for name, (section, _) in read.items()}
+        self.resolved |= {name: resolved_table(section) if section else {} for name, section in fields.items()}
+        for contract in ONE_OF:
+            section = contract.section
+            fields[section], self.resolved[section] = self._plugin(contract, self.table.at(section), section)
+        fields["optimizer"] = groups.grouped(fields["optimizer"], entries, self._where, self.faults, self.resolved)
+        fields["sources"] = self._sources(read["data"][1])
+        fields["validation_data"] = self._validation_data(*read["validation"])
+        fields["trackers"] = self._trackers(read["metrics"][1])
+        fields["layout"], fields["techniques"] = self._layout_and_techniques(world_size)
+        if fields["train"] is not None:
+            self._batch(fields["train"], fields["layout"])
         if self.faults:
             raise ConfigError(self.faults)
-        if not run.name:
-            run = RunSection(**{**vars(run), "name": default_name})
+        if not fields["run"].name:
+            fields["run"] = replace(fields["run"], name=default_name)
             self.resolved["run"]["name"] = default_name
-        job = Job(
-            run=run, train=train, data=data, checkpoint=checkpoint, validation=validation, metrics=metrics, comm=comm,
-            layout=layout, model=model, tokenizer=tokenizer, sources=sources, validation_data=validation_data,
-            loss=loss, optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers,
-            table=self.resolved,
-        )  # fmt: skip
-        check(job, self._where, trains=trains)
-        return job
+        return fields
 
     def _where(self, *path: str) -> Where:
         table = ".".join(path)
@@ -130,16 +122,10 @@ class _Loader:
         return parsed
 
     def _divided(self, config: type[C], values: Mapping[str, Any], *path: str) -> tuple[C | None, dict[str, Any]]:
-        """A table that the host shares with a plugin: the host's keys, parsed, and the others."""
-        own = {declared.key for declared in options_of(config)}
+        """A table of the host, parsed, and the keys in it that are not the host's, where a plugin may have them."""
+        own = values.keys() if ".".join(path) in HOST_ONLY else keys_of(config)
         host = self._parse(config, {key: value for key, value in values.items() if key in own}, *path)
         return host, {key: value for key, value in values.items() if key not in own}
-
-    def _section(self, name: str, values: Mapping[str, Any] | None = None) -> Any:
-        """A section of the host. values: without what is a plugin's."""
-        parsed = self._parse(SECTIONS[name], self.table.at(name) if values is None else values, name)
-        self.resolved[name] = resolved_table(parsed) if parsed else {}
-        return parsed
 
     def _plugin(self, contract: type[Plugin], values: Mapping[str, Any], place: str) -> tuple[Any, dict[str, Any]]:
         """The plugin that a table's `name` asks for, or its kind's default, and its resolved table; (None, {}): faulty.
@@ -156,43 +142,34 @@ class _Loader:
             self._fault(place, "name", f"missing; name a {contract.kind} ({known})")
             return None, {}
         values = {key: value for key, value in values.items() if key != "name"}
-        preset = values.pop("preset", None) if issubclass(plugin, Model) else None
-        if issubclass(plugin, Model) and preset is not None:
-            if str(preset) in plugin.presets:
-                values = {**plugin.presets[str(preset)], **values}
-            else:
+        if issubclass(plugin, Model) and (preset := values.pop("preset", None)) is not None:
+            if str(preset) not in plugin.presets:
                 hint = did_you_mean(str(preset), plugin.presets)
                 self._fault("model", "preset", f"= {str(preset)!r}: unknown preset{hint}")
-        known_keys = {declared.key for declared in options_of(plugin.Config)}
-        outdated = {key for key in values.keys() - known_keys if (place, key) in self.table.outdated}
+            values = {**plugin.presets.get(str(preset), {}), **values}
+        outdated = {key for key in values.keys() - keys_of(plugin.Config) if (place, key) in self.table.outdated}
         config = self._parse(plugin.Config, {k: value for k, value in values.items() if k not in outdated}, place)
         if config is None:
             return None, {}
         return made(plugin, config), {"name": plugin.name, **resolved_table(config)}
 
-    def _one_of(self, section: str, contract: type[Plugin]) -> Any:
-        plugin, self.resolved[section] = self._plugin(contract, self.table.at(section), section)
-        return plugin
-
-    def _data(self) -> tuple[Any, tuple[Source, ...]]:
-        data, dataset = self._divided(DataSection, self.table.at("data"), "data")
+    def _sources(self, dataset: dict[str, Any]) -> tuple[Source, ...]:
         mixture_key = ("data", "mixture")
         if "mixture" in dataset:  # it replaces the dataset of lower files, as a name does their mixture
             lower = [key for key in dataset if key != "mixture" and self.table.above(mixture_key, ("data", key))]
             if "name" in dataset and self.table.above(("data", "name"), mixture_key):
                 lower = ["mixture"]
             dataset = {key: value for key, value in dataset.items() if key not in lower}
-        self.resolved["data"] = resolved_table(data) if data else {}
         if "mixture" not in dataset:
             plugin, table = self._plugin(Dataset, dataset, "data")
             self.resolved["data"] |= table
-            return data, (Source(plugin, 1.0),) if plugin is not None else ()
+            return (Source(plugin, 1.0),) if plugin is not None else ()
         mixture = dataset.pop("mixture")
         for key in dataset:
             self._fault("data", key, "cannot stand beside a mixture; move it into an entry of [[data.mixture]]")
         if not isinstance(mixture, list) or not mixture or not all(isinstance(entry, dict) for entry in mixture):
             self._fault("data", "mixture", "must be a list of tables, [[data.mixture]]")
-            return data, ()
+            return ()
         sources, self.resolved["data"]["mixture"] = [], []
         for number, entry in enumerate(mixture):
             share, entry = self._divided(_Weight, entry, place := f"data.mixture.{number}")
@@ -200,49 +177,55 @@ class _Loader:
             if share is not None and plugin is not None:
                 sources.append(Source(plugin, share.weight))
                 self.resolved["data"]["mixture"].append({**table, "weight": share.weight})
-        return data, tuple(sources)
+        return tuple(sources)
 
-    def _validation(self) -> tuple[Any, Dataset | None]:
-        validation, dataset = self._divided(ValidationSection, self.table.at("validation"), "validation")
-        self.resolved["validation"] = resolved_table(validation) if validation else {}
+    def _validation_data(self, validation: Any, dataset: dict[str, Any]) -> Any:
         if "name" in dataset:
             plugin, table = self._plugin(Dataset, dataset, "validation")
             self.resolved["validation"] |= table
-            return validation, plugin
+            return plugin
         datasets = registry.of_kind(Dataset.kind)
         if dataset or (validation and validation.every > 0):
             known = ", ".join(plugin.name for plugin in datasets)
             why = "" if dataset else f", for validation.every = {self.table.at('validation').get('every')}"
             self._fault("validation", "name", f"missing{why}; name a dataset ({known})")
-        keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
+        keys = {*keys_of(SECTIONS["validation"]), *(key for plugin in datasets for key in keys_of(plugin.Config))}
         for key in (key for key in dataset if key not in keys):
             self._fault("validation", key, f"unknown key{did_you_mean(key, keys)}")
-        return validation, None
+        return None
 
-    def _metrics(self) -> tuple[Any, tuple[Tracker, ...]]:
-        values = dict(self.table.at("metrics"))
-        trackers = {plugin.name: plugin for plugin in registry.of_kind(Tracker.kind)}
-        stated = {key: values.pop(key) for key in trackers.keys() & values.keys()}
-        own = {declared.key for declared in options_of(MetricsSection)}
-        for key in [key for key, value in values.items() if isinstance(value, dict) and key not in own]:
-            self._fault("metrics", key, registry.trouble(Tracker.kind, key))
-            del values[key]
-        metrics = self._section("metrics", values)
-        on: list[Any] = []
-        for name, plugin in trackers.items():
-            enabled, config = self._switched(plugin, stated.get(name, {"enabled": plugin.default}), "metrics")
-            if config is not None:
-                self.resolved["metrics"][name] = {"enabled": enabled, **resolved_table(config)}
-                on += [made(plugin, config)] if enabled else []
-        return metrics, tuple(on)
+    def _trackers(self, given: dict[str, Any]) -> tuple[Tracker, ...]:
+        known: dict[str, Any] = {plugin.name: plugin for plugin in registry.of_kind(Tracker.kind)}
+        for key in [key for key, value in given.items() if key not in known and not isinstance(value, dict)]:
+            self._fault("metrics", key, f"unknown key{did_you_mean(key, {*known, *keys_of(SECTIONS['metrics'])})}")
+            del given[key]
+        usual = {name: {"enabled": plugin.default} for name, plugin in known.items()}
+        stated = self._switched(Tracker, given, usual)
+        return tuple(made(known[name], config) for name, (on, config) in stated.items() if on and config is not None)
 
-    def _switched(self, plugin: type[Plugin], values: Any, section: str) -> tuple[bool, Any]:
-        """Whether a plugin with an `enabled` key is on, and its options."""
-        if not isinstance(values, dict):
-            self._fault(section, plugin.name, f"must be a table, [{section}.{plugin.name}]")
-            return False, None
-        switch, values = self._divided(_Switch, values, section, plugin.name)
-        return switch is None or switch.enabled, self._parse(plugin.Config, values, section, plugin.name)
+    def _switched(
+        self, contract: type[Plugin], given: Mapping[str, Any], usual: Mapping[str, Any]
+    ) -> dict[str, tuple[bool, Any]]:
+        """Whether each plugin with a table of its own is on, and its options; None where they are faulty.
+
+        usual: tables of plugins that the job does not name.
+        """
+        stated: dict[str, tuple[bool, Any]] = {}
+        for name, values in {**usual, **given}.items():
+            place, plugin = (contract.section, name), registry.find(contract.kind, name)
+            sentence = registry.trouble(contract.kind, name) if name in given else ""
+            if sentence or plugin is None:
+                self._fault(contract.section, name, sentence)
+            elif not isinstance(values, dict):
+                self._fault(contract.section, name, f"must be a table, [{'.'.join(place)}]")
+                stated[name] = False, None
+            else:
+                switch, values = self._divided(_Switch, values, *place)
+                on, config = switch is None or switch.enabled, self._parse(plugin.Config, values, *place)
+                stated[name] = on, config
+                if config is not None:
+                    self.resolved[contract.section][name] = {"enabled": on, **resolved_table(config)}
+        return stated
 
     def _layout_and_techniques(self, world_size: int | None) -> tuple[Layout, tuple[Technique, ...]]:
         known = [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
@@ -255,29 +238,15 @@ class _Loader:
         layout, misfits = lay_out([axis for plugin in known for axis in plugin.axes], wanted, world_size)
         for axis, sentence in misfits:
             self._fault("mesh", axis, sentence + (registry.left_out() if axis and axis not in layout.degrees else ""))
-        self.resolved["mesh"] = dict(layout.degrees)
-        by_name = {plugin.name: plugin for plugin in known}
-        stated: dict[str, tuple[bool, Any]] = {}
-        for name, values in self.table.at("plugins").items():
-            if name == "path":
-                continue
-            if sentence := registry.trouble(Technique.kind, name):
-                self._fault("plugins", name, sentence)
-            else:
-                stated[name] = self._switched(by_name[name], values, "plugins")
+        self.resolved |= {"mesh": dict(layout.degrees), "plugins": {"path": list(tables.plugin_folders(self.table))}}
+        given = {name: values for name, values in self.table.at("plugins").items() if name != "path"}
+        stated = self._switched(Technique, given, {})
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
         for axis, sentence in unattended(known, on, layout):
             self._fault("mesh", axis, sentence)
-        for plugin in on:
-            if plugin.name not in stated:
-                stated[plugin.name] = True, self._parse(plugin.Config, {}, "plugins", plugin.name)
-        self.resolved["plugins"] = {"path": list(tables.plugin_folders(self.table))}
-        for name, (enabled, config) in stated.items():
-            if config is not None:
-                self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
-        configs = ((plugin, stated[plugin.name][1]) for plugin in on)
-        techniques = [made(plugin, config) for plugin, config in configs if config is not None]
-        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques, known)]
+        stated |= self._switched(Technique, {}, {plugin.name: {} for plugin in on if plugin.name not in stated})
+        techniques = [made(plugin, config) for plugin in on if (config := stated[plugin.name][1]) is not None]
+        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques)]
         return layout, tuple(techniques)
 
     def _batch(self, train: TrainSection, layout: Layout) -> None:

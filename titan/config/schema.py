@@ -5,11 +5,12 @@ import typing
 from typing import Any, Literal, Union
 
 from titan.config.groups import WORDS
-from titan.config.sections import ONE_OF, SECTIONS
+from titan.config.sections import ONE_OF
 from titan.contracts import Dataset, Model, Optimizer, Technique, Tracker
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import REQUIRED, Option, options_of
 from titan.contracts.plugin.registry import Plugin
+from titan.contracts.sections import SECTIONS
 
 JsonSchema = dict[str, Any]
 

@@ -6,32 +6,15 @@ from typing import Any
 
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.contracts.plugin import registry
-from titan.contracts.plugin.options import default_table, options_of
+from titan.contracts.plugin.options import default_table, keys_of
 from titan.contracts.plugin.registry import Plugin
-from titan.contracts.sections import (
-    CheckpointSection,
-    CommSection,
-    DataSection,
-    MetricsSection,
-    RunSection,
-    TrainSection,
-    ValidationSection,
-)
+from titan.contracts.sections import SECTIONS
 
-SECTIONS: Mapping[str, type] = {
-    "run": RunSection,
-    "train": TrainSection,
-    "data": DataSection,
-    "checkpoint": CheckpointSection,
-    "validation": ValidationSection,
-    "metrics": MetricsSection,
-    "comm": CommSection,
-}
 ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
 
 SHARED: Mapping[str, Sequence[str]] = {
-    "data": [*(option.key for option in options_of(DataSection)), "name", "weight", "mixture"],
-    "validation": [*(option.key for option in options_of(ValidationSection)), "name"],
+    "data": [*keys_of(SECTIONS["data"]), "name", "weight", "mixture"],
+    "validation": [*keys_of(SECTIONS["validation"]), "name"],
     **{contract.section: ["name"] for contract in ONE_OF},
     "model": ["name", "preset"],
     "optimizer": ["name", "groups"],

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import titan.configs
 from titan.contracts.plugin.options import CliText, absolute, coerce, did_you_mean
 from titan.errors import ConfigError, ConfigIssue, by_errno
 from titan.paths import dangling, expanded, undecoded
+
+BUILT_IN = Path(next(iter(titan.configs.__path__)))
+"""The folder of the configs that come with titan."""
+QUICKSTART = BUILT_IN / "quickstart.toml"
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
@@ -90,7 +95,7 @@ def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return config, rest
 
 
-def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
+def read(path: Path, overrides: Sequence[str]) -> Table:
     """The file merged over its base files, with the command line on top.
 
     Relative paths are searched in the working directory, then among the built-in configs.
@@ -99,16 +104,15 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
         ConfigError: a file is missing or is no TOML, base files are circular, or a word is no override.
     """
     table = Table()
-    if path is not None:
-        for file, values in reversed(list(_chain(_locate(expanded(path, "--config"), built_in), built_in))):
-            table.merge(values, str(file))
+    _merge_files(table, _locate(expanded(path, "--config")))
     override(table, overrides)
     return table
 
 
-def remarks(table: Table) -> list[str]:
-    """Sentences where a preset overrides model sizes of files below it, and where the data of training are chosen above
-    those of validation."""
+def said_of(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Sentences on a job (None: the quickstart) where a preset overrides model sizes of files below it, and where the
+    data of training are chosen above those of validation."""
+    table = read(path or QUICKSTART, overrides)
     found, name, section = [], ("validation", "name"), table.at("validation")
     if lost := ", ".join(f"{key} = {value!r}" for key, value in table.outranked.items()):
         preset = f"[model] preset = {str(table.at(*PRESET))!r} ({table.origins[PRESET]})"
@@ -126,46 +130,53 @@ def remarks(table: Table) -> list[str]:
 
 def override(table: Table, words: Sequence[str]) -> None:
     """Merge the overrides of a command line, `--table.key value`, into a table; a ConfigError where a word is none."""
-    for key, value in _overrides(words):
-        for end in range(1, len(key)):
-            if not isinstance(table.at(*key[:end]), dict):
-                what = f"--{'.'.join(key)}: {key[end - 1]} is a value, not a table"
-                raise ConfigError(what, COMMAND_LINE)
-        nested: Any = value
-        for part in reversed(key):
-            nested = {part: nested}
-        table.merge(nested, COMMAND_LINE)
+    faults, left = [what for what in map(undecoded, words) if what], deque(words)
+    while left:
+        word = left.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        *tables, key = path = name.split(".")
+        if not word.startswith("--") or not all(path) or not tables:
+            faults.append(f"{word}: expected --table.key value")
+        elif not equals and (not left or left[0].startswith("--")):
+            faults.append(f"{word}: needs a value")
+        else:
+            nested: dict[str, Any] = {key: CliText(value if equals else left.popleft())}
+            for end in range(len(tables), 0, -1):
+                if not isinstance(table.at(*tables[:end]), dict):
+                    faults.append(f"--{name}: {tables[end - 1]} is a value, not a table")
+                nested = {tables[end - 1]: nested}
+            table.merge(nested, COMMAND_LINE)
+    if faults:
+        raise ConfigError([ConfigIssue(COMMAND_LINE, what) for what in faults])
 
 
-def _locate(path: Path, built_in: Path) -> Path:
-    for candidate in (path, built_in / path, built_in.parent / path, built_in / f"{path}.toml"):
+def _locate(path: Path) -> Path:
+    for candidate in (path, BUILT_IN / path, BUILT_IN.parent / path, BUILT_IN / f"{path}.toml"):
         if candidate.is_file():
             return candidate
     if link := dangling(path):
         raise ConfigError(link)
     if path.name and path.exists():
         raise ConfigError("is no regular file; a config is read more than once", str(path))
-    there = [file.stem for file in built_in.glob("*.toml")]
+    there = [file.stem for file in BUILT_IN.glob("*.toml")]
     raise ConfigError(f"no such config file{did_you_mean(path.stem, there)}", str(path))
 
 
-def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    seen: list[Path] = []
-    while True:
-        if path.resolve() in seen:
-            raise ConfigError("circular base files: " + " -> ".join(p.name for p in seen), str(path))
-        seen.append(path.resolve())
-        values = read_toml(path)
-        base, plugins = values.pop("base", None), values.get("plugins")
-        if isinstance(plugins, dict) and isinstance(folders := plugins.get("path"), list):  # relative to this file
-            plugins["path"] = [absolute(f, path.parent) if isinstance(f, str) else f for f in folders]
-        yield path, values
-        if base is None:
-            return
-        if not isinstance(base, str):
-            raise ConfigError(f"base = {base!r}: must be the path of a TOML file", str(path))
+def _merge_files(table: Table, path: Path, above: tuple[Path, ...] = ()) -> None:
+    """Merge a file over its base files. above: the files that inherit from it, resolved."""
+    files = (*above, path.resolve())
+    if files[-1] in above:
+        raise ConfigError("circular base files: " + " -> ".join(file.name for file in files), str(path))
+    values = read_toml(path)
+    base, plugins = values.pop("base", None), values.get("plugins")
+    if isinstance(plugins, dict) and isinstance(folders := plugins.get("path"), list):  # relative to this file
+        plugins["path"] = [absolute(f, path.parent) if isinstance(f, str) else f for f in folders]
+    if isinstance(base, str):
         beside = path.parent / base
-        path = beside if beside.is_file() else _locate(expanded(base, "base"), built_in)
+        _merge_files(table, beside if beside.is_file() else _locate(expanded(base, "base")), files)
+    elif base is not None:
+        raise ConfigError(f"base = {base!r}: must be the path of a TOML file", str(path))
+    table.merge(values, str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -188,21 +199,6 @@ def plugin_folders(table: Table) -> tuple[str, ...]:
     except ValueError as error:
         raise ConfigError(f"[plugins] path: {error} of folders or .py files") from None
     return tuple(absolute(folder) for folder in folders)
-
-
-def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
-    faults, left = [ConfigIssue(COMMAND_LINE, what) for what in map(undecoded, words) if what], deque(words)
-    while left:
-        word = left.popleft()
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not all(name.split(".")) or "." not in name:
-            faults.append(ConfigIssue(COMMAND_LINE, f"{word}: expected --table.key value"))
-        elif not equals and (not left or left[0].startswith("--")):
-            faults.append(ConfigIssue(COMMAND_LINE, f"{word}: needs a value"))
-        else:
-            yield tuple(name.split(".")), CliText(value if equals else left.popleft())
-    if faults:
-        raise ConfigError(faults)
 
 
 class Difference(NamedTuple):

@@ -47,7 +47,7 @@ def _required(plugin: type[Technique] | Technique) -> list[str]:
     return list(dict.fromkeys((*plugin.requires, *([SUMMED_GRADIENTS] if slices else ()))))
 
 
-def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> list[str]:
+def agree(techniques: Iterable[Technique]) -> list[str]:
     """A sentence for each pair of conflicting techniques and each missing requirement."""
     on = {technique.name: technique for technique in techniques}
     provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
@@ -60,7 +60,7 @@ def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> 
     }
     sentences = list(clashes.values())
     sentences += [
-        f"[plugins.{name}] {lacking(capability, known)}"
+        f"[plugins.{name}] {lacking(capability)}"
         for name, technique in on.items()
         for capability in _required(technique)
         if capability not in provided

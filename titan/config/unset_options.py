@@ -12,7 +12,7 @@ from titan.config.job import Job
 from titan.contracts import Technique
 from titan.contracts.planner import Values
 from titan.contracts.plugin.conformance import answer, label, made
-from titan.contracts.plugin.options import as_table, did_you_mean, options_of, resolved_table
+from titan.contracts.plugin.options import as_table, did_you_mean, keys_of, options_of, resolved_table
 from titan.errors import PluginError
 
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -24,7 +24,7 @@ def left_to_memory(job: Job) -> Tables:
     `unset_options` fails, or names an option that the technique does not have."""
     left = {}
     for technique in job.techniques:
-        known = [option.key for option in options_of(type(technique.config))]
+        known = keys_of(type(technique.config))
         tables = answer(technique, "unset_options", list, job)
         for key in (key for table in tables for key in table):
             if key not in known:

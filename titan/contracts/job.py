@@ -9,15 +9,7 @@ from titan.contracts.base.layout import Layout
 from titan.contracts.base.parts import Precision
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.model import Model
-from titan.contracts.sections import (
-    CheckpointSection,
-    CommSection,
-    DataSection,
-    MetricsSection,
-    RunSection,
-    TrainSection,
-    ValidationSection,
-)
+from titan.contracts.sections import Sections
 from titan.contracts.text import Tokenizer
 from titan.paths import expanded
 
@@ -51,23 +43,15 @@ unpartitioned: it compiles layers, but leaves it to autograd what their forward 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Protocol):
+class Job(Sections, Protocol):
     """What a TOML decides, as far as hooks may know it; `titan.config.Job` is one. Frozen, and equal on all ranks.
 
-    run, train, checkpoint, comm: sections of their names.
-    data, validation, metrics: likewise, with the host's keys, not those of datasets and trackers.
+    The fields of `Sections` have the host's keys, not those of datasets and trackers.
     layout: degrees of all mesh axes, as pure arithmetic; `context.mesh` has the process groups.
     model, optimizer (an `Optimizer`), tokenizer: the plugins chosen, with their config.
     table: the resolved TOML as nested tables, defaults filled in; loading it again gives the same job.
     """
 
-    run: RunSection
-    train: TrainSection
-    data: DataSection
-    checkpoint: CheckpointSection
-    validation: ValidationSection
-    metrics: MetricsSection
-    comm: CommSection
     layout: Layout
     model: Model
     optimizer: Any

@@ -1,7 +1,8 @@
-"""The host's own sections of a TOML, one dataclass each. Plugins declare theirs in their own files."""
+"""The host's own sections of a TOML, a dataclass and a line of `Sections` each. Plugins declare theirs themselves."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, get_type_hints
 
 from titan.contracts.plugin.options import REQUIRED, option
 
@@ -33,9 +34,12 @@ class TrainSection:
         REQUIRED, "samples per step, over all ranks", unit="sequences", at_least=1, at_most=10**9
     )
     micro_batch_size: int = option(
-        0, "samples per forward pass per rank; 0: the rank's whole share of the global batch, or with pipeline "
-        "parallelism the largest size that gives two micro batches per stage", unit="sequences", at_least=0,
-    )  # fmt: skip
+        0,
+        "samples per forward pass per rank; 0: the rank's whole share of the global batch, or with pipeline "
+        "parallelism the largest size that gives two micro batches per stage",
+        unit="sequences",
+        at_least=0,
+    )
     grad_clip: float = option(1.0, "clip the global gradient norm to this value; 0: no clipping", at_least=0)
     non_finite: Literal["stop", "skip"] = option(
         "stop", "when the loss or a gradient is NaN or inf: skip the update, then stop the run or continue (skip)"
@@ -54,19 +58,18 @@ class DataSection:
 
     seq_len: int = option(REQUIRED, "length of a sample", unit="tokens", at_least=2)
     packing: Literal["concat", "document_mask", "pad"] = option(
-        "concat", "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays "
-        "within a document; pad: one document per sample",
-    )  # fmt: skip
+        "concat",
+        "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays within a "
+        "document; pad: one document per sample",
+    )
     shuffle: bool = option(True, "shuffle the samples of each epoch, seeded by run.seed")
     cache: str = option("~/.cache/titan", "folder of tokenized text, shared by all runs", path=True)
     max_lost: float = option(
-        0.01, "largest share of the text's bytes that the tokenizer may lose, by a sample; above it, it is refused",
-        at_least=0, at_most=1,
-    )  # fmt: skip
+        0.01, "largest share of a text's bytes that the tokenizer may lose, by a sample of it", at_least=0, at_most=1
+    )
     workers: int | None = option(
-        None, "data loader processes per rank; 0: load in the training process; unset: 2 on a GPU, 0 on a CPU",
-        at_least=0, at_most=1024,
-    )  # fmt: skip
+        None, "data loader processes per rank; 0: none; unset: 2 on a GPU, 0 on a CPU", at_least=0, at_most=1024
+    )
     prepare_workers: int = option(0, "processes that tokenize; 0: one per CPU core", at_least=0, at_most=1024)
 
 
@@ -78,20 +81,20 @@ class CheckpointSection:
     every: int = option(1000, "save a checkpoint every N steps, and at the end", unit="steps", at_least=1)
     keep_latest: int = option(2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0)
     init_from: str = option(
-        "", "initial weights of a new run: a checkpoint, a run, or a Hugging Face folder; empty: random initialization",
-        path=True,
-    )  # fmt: skip
+        "", "initial weights of a new run: a checkpoint, a run or a Hugging Face folder; empty: random", path=True
+    )
     reset_data: bool = option(
-        False,
-        "keep the checkpoint's weights and start the data at its first sample; without it, changed data is refused",
+        False, "keep the weights and start the data at its first sample; without it, changed data is refused"
     )
     change_tokenizer: bool = option(
         False, "use the weights with another tokenizer than the one they were trained with; without it, that is refused"
     )
     resume: str = option(
-        "auto", '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a '
-        "folder", path=True, words=RESUME,
-    )  # fmt: skip
+        "auto",
+        '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a folder',
+        path=True,
+        words=RESUME,
+    )
     asynchronous: bool = option(True, "write checkpoints in the background, from a copy in host memory", key="async")
 
     @property
@@ -106,9 +109,8 @@ class MetricsSection:
 
     every: int = option(10, "steps between logged rows", unit="steps", at_least=1)
     peak_tflops: float = option(
-        0.0, "dense peak of one device at the run's precision, for MFU; 0: look the device up", unit="TFLOP/s",
-        at_least=0,
-    )  # fmt: skip
+        0.0, "dense peak of a device at the run's precision, for MFU; 0: look it up", unit="TFLOP/s", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +122,8 @@ class CommSection:
     )
     timeout_s: float = option(300.0, "timeout of collectives after the first step", unit="s", above=0, at_most=1e6)
     checkpoint_timeout_s: float = option(
-        1800.0, "timeout of a checkpoint load or save; then all stacks are printed and the run ends", unit="s", above=0,
-        at_most=1e6,
-    )  # fmt: skip
+        1800.0, "timeout of a checkpoint load or save; it ends the run with all stacks", unit="s", above=0, at_most=1e6
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +132,19 @@ class ValidationSection:
 
     every: int = option(0, "validate every N steps, and at the end; 0: never", unit="steps", at_least=0)
     samples: int = option(256, "samples of seq_len tokens per validation, the same each time; 0: all", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections(Protocol):
+    """The host's sections by name, declared here alone: parsing, the JSON Schema and fields of `Job` follow."""
+
+    run: RunSection
+    train: TrainSection
+    data: DataSection
+    checkpoint: CheckpointSection
+    validation: ValidationSection
+    metrics: MetricsSection
+    comm: CommSection
+
+
+SECTIONS: Mapping[str, type] = get_type_hints(Sections)

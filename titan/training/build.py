@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
+import tomlkit
 import torch
 
 from titan import log
@@ -232,8 +232,8 @@ def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
         path = job.folder / "config.toml"
         fresh = path.with_name(f"{path.name}.tmp")
         with _writing(job.folder):
-            with fresh.open("wb") as file:
-                tomli_w.dump(dict(job.table), file)
+            with fresh.open("w", encoding="utf-8") as file:
+                tomlkit.dump(job.table, file)
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(path)

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from titan.config.load import QUICKSTART
+from titan.config.tables import QUICKSTART
 from titan.planner.machine import cluster
 from titan.planner.report import fabric, plots, studies
 from titan.planner.report.steps_ratios import steps_ratios

@@ -9,7 +9,7 @@ CODES = "tests/unit/test_adamw_8bit.py"
 
 FAULTS = (
     Fault("a refusal that does not say what to enable", "titan/contracts/plugin/registry.py",
-        'having = sorted(p.name for p in among if capability in (p.name, *getattr(p, "provides", ())))',
+        'having = [p.name for p in of_kind("technique") if capability in (p.name, *getattr(p, "provides", ()))]',
         "having = list[str]()", (f"{UNIT}::test_weights_on_the_host_where_gradients_are_summed_later_are_refused",)),
     Fault("the largest negative number of a block not kept", "plugins/optimizers/adamw_8bit.py",
         "(-1.0, *sorted(-each for each in magnitudes)[1:], 0.0", "(*sorted(-each for each in magnitudes), 0.0",

@@ -44,59 +44,61 @@ def check_class(plugin: type[Any], contract: type[Any]) -> None:
         options_of(plugin.Config)
     except (TypeError, AttributeError) as error:
         raise PluginError(f"{place}: Config: {error}") from None
+    if fault := next(_faults(plugin, contract), ""):
+        raise PluginError(f"{label(plugin)}: {fault}")
+
+
+def _faults(plugin: type[Any], contract: type[Any]) -> Iterator[str]:
     declared = typing.get_type_hints(contract).items()
-    hints = {name: typing.get_args(hint)[0] for name, hint in declared if typing.get_origin(hint) is ClassVar}
-    del hints["Config"]  # checked above
+    facts = ((name, hint) for name, hint in declared if typing.get_origin(hint) is ClassVar and name != "Config")
+    hints = {name: typing.get_args(hint)[0] for name, hint in facts}
     known = {name for name in dir(contract) if not name.startswith("_")} | {"Config", *hints}
     bases = [base for base in plugin.__mro__ if base not in contract.__mro__]
     for name in dict.fromkeys(name for base in bases for name in vars(base) if not name.startswith("_")):
         found = getattr(plugin, name)
         if name in ("kind", "section") and found != getattr(contract, name):
-            raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: the contract sets it; remove the line")
-        if name not in known:
+            yield f"{name} = {shown(found)}: the contract sets it; remove the line"
+        elif name not in known:
             what = f"{name}() is not a hook" if _is_method(found) else f"{name} is not an attribute"
             hint = did_you_mean(name, known)
-            raise PluginError(f"{label(plugin)}: {what} of a {contract.kind}{hint}; start the names of helpers with _")
-        if name in hints:
+            yield f"{what} of a {contract.kind}{hint}; start the names of helpers with _"
+        elif name in hints:
             try:
                 _fit(found, hints[name])
             except ValueError as error:
-                raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: {error}") from None
+                yield f"{name} = {shown(found)}: {error}"
         elif name != "Config":
-            _check_hook(plugin, contract, name, found)
+            yield from _hook_faults(plugin, contract, name)
     for name, hint in hints.items():
         if not hasattr(plugin, name):
-            raise PluginError(f"{label(plugin)}: missing `{name}`, which must be {_wanted(hint)}")
+            yield f"missing `{name}`, which must be {_wanted(hint)}"
     if missing := sorted(getattr(plugin, "__abstractmethods__", ())):
-        raise PluginError(f"{label(plugin)}: missing {', '.join(missing)}(); define it")
+        yield f"missing {', '.join(missing)}(); define it"
 
 
 def _is_method(found: Any) -> bool:
     return callable(found) and not inspect.isclass(found)
 
 
-def _check_hook(plugin: type[Any], contract: type[Any], name: str, found: Any) -> None:
-    ours = getattr(contract, name)
+def _hook_faults(plugin: type[Any], contract: type[Any], name: str) -> Iterator[str]:
+    found, ours = getattr(plugin, name), getattr(contract, name)
     if not _is_method(ours):
         if isinstance(ours, (property, cached_property)) and _is_method(found):
-            raise PluginError(f"{label(plugin)}: {name}() is a method; it must be a property or a value")
+            yield f"{name}() is a method; it must be a property or a value"
         return
+    signature = inspect.signature(ours)
+    wanted = ", ".join(signature.parameters)
     if not _is_method(found):
-        raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: must be a method, {name}({_parameters(ours)})")
+        yield f"{name} = {shown(found)}: must be a method, {name}({wanted})"
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
-        raise PluginError(f"{label(plugin)}: {name}() is async; it must be an ordinary method")
-    if inspect.isgeneratorfunction(found) and "Itera" not in str(inspect.signature(ours).return_annotation):
-        raise PluginError(f"{label(plugin)}: {name}() contains `yield`, so a call runs nothing; it must return")
+        yield f"{name}() is async; it must be an ordinary method"
+    if inspect.isgeneratorfunction(found) and "Itera" not in str(signature.return_annotation):
+        yield f"{name}() contains `yield`, so a call runs nothing; it must return"
     kinds = [type(inspect.getattr_static(owner, name)) for owner in (plugin, contract)]
     if kinds[0] in (staticmethod, classmethod) and kinds[0] is not kinds[1]:
-        raise PluginError(f"{label(plugin)}: {name}() is a {kinds[0].__name__}; it must be a method that takes self")
-    given = _parameters(found)
-    if given != _parameters(ours):
-        raise PluginError(f"{label(plugin)}: {name}({given}): its parameters must be ({_parameters(ours)})")
-
-
-def _parameters(method: Any) -> str:
-    return ", ".join(inspect.signature(method).parameters)
+        yield f"{name}() is a {kinds[0].__name__}; it must be a method that takes self"
+    if (given := ", ".join(inspect.signature(found).parameters)) != wanted:
+        yield f"{name}({given}): its parameters must be ({wanted})"
 
 
 def _fit(value: Any, hint: Any) -> None:
@@ -190,12 +192,11 @@ def sentences(plugin: Any, hook: str, *args: Any) -> list[str]:
         found = getattr(plugin, hook)(*args)
         listed = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else None
     if listed is None:
-        wanted = 'an iterable of sentences, as in ["dim 30 does not divide by 4"]'
-        raise _misreturned(plugin, hook, found, f"it must return {wanted}")
+        rule = 'it must return an iterable of sentences, as in ["dim 30 does not divide by 4"]'
+        raise _misreturned(plugin, hook, found, rule)
     for sentence in listed:
         if not isinstance(sentence, str):
-            what = f"{shown(sentence)}, of type {type(sentence).__name__}"
-            raise PluginError(f"{label(type(plugin))}: {hook}() returned {what}; all its sentences must be strings")
+            raise _misreturned(plugin, hook, sentence, "all its sentences must be strings")
     return listed
 
 

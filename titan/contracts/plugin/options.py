@@ -102,11 +102,11 @@ def options_of(config: type) -> tuple[Option, ...]:
     Raises:
         TypeError: it is not a frozen keyword-only dataclass, a field lacks its `option(...)`, or two have one key.
     """
-    return _read(config)
+    return _options_of(config)
 
 
 @functools.cache  # half of the time in which a job is loaded would go into reading type hints again and again
-def _read(config: type) -> tuple[Option, ...]:
+def _options_of(config: type) -> tuple[Option, ...]:
     params = getattr(config, "__dataclass_params__", None)
     if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
         raise TypeError(f"{config.__qualname__} must be a @dataclass(frozen=True, kw_only=True)")
@@ -123,6 +123,11 @@ def _read(config: type) -> tuple[Option, ...]:
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise TypeError(f"{config.__qualname__}: {', '.join(sorted(twice))} is the key of two options")
     return tuple(found)
+
+
+def keys_of(config: type) -> list[str]:
+    """The TOML keys of the options that a config dataclass declares, in order."""
+    return [declared.key for declared in options_of(config)]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -293,11 +298,11 @@ def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _placed(table: dict[str, Any], config: type) -> dict[str, Any]:
     """A table with its paths absolute."""
-    for declared in options_of(config):
-        if declared.spec.path and (value := table.get(declared.key)) is not None:
-            paths = [value] if isinstance(value, str) else value
-            paths = [path if path in declared.spec.words else absolute(path) for path in paths]
-            table[declared.key] = paths[0] if isinstance(value, str) else paths
+    for key, words in ((each.key, each.spec.words) for each in options_of(config) if each.spec.path):
+        if isinstance(value := table.get(key), list):
+            table[key] = [path if path in words else absolute(path) for path in value]
+        elif value is not None and value not in words:
+            table[key] = absolute(value)
     return table
 
 

@@ -100,10 +100,9 @@ def of_kind(kind: str) -> list[type[Plugin]]:
     return [plugin for plugin in every() if plugin.kind == kind]
 
 
-def lacking(capability: str, known: Iterable[type[Plugin]] | None = None) -> str:
-    """What is said where no enabled technique provides a capability: which of the known (None: of all) to enable."""
-    among = of_kind("technique") if known is None else known
-    having = sorted(p.name for p in among if capability in (p.name, *getattr(p, "provides", ())))
+def lacking(capability: str) -> str:
+    """What is said where no enabled technique provides a capability: which to enable."""
+    having = [p.name for p in of_kind("technique") if capability in (p.name, *getattr(p, "provides", ()))]
     enable = " or ".join(f"[plugins.{name}]" for name in having) or "a plugin that does"
     return f"requires {capability}, which no enabled technique provides; enable {enable}"
 
