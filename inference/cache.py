@@ -42,9 +42,7 @@ class Cache:
 
     def mask(self, window: int, slopes: tuple[float, ...], dtype: torch.dtype) -> Tensor | None:
         """Which of the cached positions each token sees, [B, 1, S, E] bool; or what is added to scores, [B, H, S, E].
-
-        None: all rows begin here, without a window or slopes.
-        """
+        None: all rows begin here, without a window or slopes."""
         kind = (window, slopes)
         if kind not in self.masks:
             there, own = torch.arange(self.end, device=self._positions.device), self._positions[..., None]
@@ -70,10 +68,7 @@ class Cache:
     def _attend(
         self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None
     ) -> Tensor:
-        """Causal attention of this forward's tokens to themselves and to the cached ones; adds k and v to the cache.
-
-        As `AttentionCore.attend` over the whole rows at once, without documents.
-        """
+        """As `AttentionCore.attend` over the whole rows at once, without documents; adds k and v to the cache."""
         if core not in self._held:
             shape = (*k.shape[:2], self.length, k.shape[-1])
             self._held[core] = k.new_zeros(shape), v.new_zeros(shape)

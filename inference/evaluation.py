@@ -86,14 +86,11 @@ class Counted:
 
 
 def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
-    """Loss, perplexities and bits per byte on the data of the job; all ranks together.
+    """Loss, perplexities and bits per byte on the data of the job; all ranks together. word_perplexity, bits_per_byte,
+    words and bytes are None where the data are tokens already.
 
-    word_perplexity, bits_per_byte, words and bytes are None where the data are tokens already.
-
-    Raises:
-        ConfigError: the stride is longer than a window.
-        DataError: the data cannot be read, or hold nothing to predict.
-        DivergedError: the model's logits are no finite numbers.
+    ConfigError: the stride is longer than a window.  DataError: the data cannot be read, or hold nothing to predict.
+    DivergedError: the model's logits are no finite numbers.
     """
     job, counted = trained.job, Counted()
     length = job.data.seq_len
@@ -123,9 +120,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
 
 def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     """Accuracy on the last word of each document of the job's data, and how probable it was; all ranks together.
-
-    Raises ConfigError where the data are tokens already, else the same as `evaluate`.
-    """
+    Raises ConfigError where the data are tokens already, else the same as `evaluate`."""
     job, counted = trained.job, Counted()
     dataset = job.sources[0].plugin
     if dataset.shards() is not None:
@@ -202,9 +197,8 @@ def _last_words(trained: Trained, counted: Counted) -> Iterator[Window]:
         ids = _checked(encode_document(job.tokenizer, Document(whole, place)), job)
         asked = len(ids) - len(encode_document(job.tokenizer, all_but_last))
         if not 0 < asked <= job.data.seq_len:
-            raise DataError(
-                f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to --seq-len {job.data.seq_len} fit"
-            )
+            fit = f"1 to --seq-len {job.data.seq_len} fit"
+            raise DataError(f"{place}: the last word, {word[:40]!r}, has {asked} tokens; {fit}")
         counted.documents += 1
         yield Window([*prefix, *ids][-job.data.seq_len - 1 :], asked)
 

@@ -68,10 +68,8 @@ class Sampling:
 
 @dataclass
 class Text:
-    """A text that is continued: ids of its prompt, then of what was drawn, without the end id.
-
-    stopped: by the end id, or by which limit; None while it goes on.
-    """
+    """A text that is continued: ids of its prompt, then of what was drawn, without the end id. stopped: by the end id,
+    or by which limit; None while it goes on."""
 
     prompt: tuple[int, ...]
     sample: int
@@ -120,9 +118,7 @@ def words(tokenizer: Tokenizer, text: Text) -> str:
 
 def encode(job: Job, prompt: str, around: Delimiters) -> tuple[int, ...]:
     """Ids of a prompt and those around it; where there is none, the one from which a document's first id follows.
-
-    ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
-    """
+    ConfigError: it leaves no room for a token, or the tokenizer is not the model's."""
     ids = (*around.before, *job.tokenizer.encode(prompt), *around.after) or (around.start,)
     if len(ids) >= job.spec.max_seq_len:
         longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
@@ -145,12 +141,9 @@ def generate(
     stops: Collection[int] = (),
 ) -> list[Text]:
     """Continue each prompt `sampling.samples` times; all ranks together, and all get the same texts, prompt by prompt.
-
     stops: ids of which each ends a text; none: the tokenizer's end.
 
-    Raises:
-        ConfigError: a prompt leaves no room for a token.
-        DivergedError: the model's logits are no finite numbers.
+    ConfigError: a prompt leaves no room for a token.  DivergedError: the model's logits are no finite numbers.
     """
     texts = [Text(tuple(ids), n, sampling.seed) for ids in prompts for n in range(sampling.samples)]
     with evaluating(context.parts):
@@ -192,9 +185,7 @@ def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first:
 
 def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling, ids: int) -> list[int] | None:
     """The next token of each text from logits [B, V]; -1 where they are no finite numbers, None on ranks without.
-
-    ids: of the tokenizer. The rows of a padded table that are no token are never drawn; the most probable one may be.
-    """
+    ids: of the tokenizer. Rows of a padded table that are no token are never drawn; the most probable one may be."""
     if logits is None:
         return None
     finite = logits.amax(-1).isfinite().tolist()
@@ -277,7 +268,6 @@ def _whole(logits: Tensor, wanted: Tensor) -> Tensor:
     local = torch.where(wanted.any(1)[:, None], shard_of(logits)[rows, at], 0.0)
     if not isinstance(logits, DTensor):
         return local
-    size = torch.Size((len(at), logits.shape[-1]))
+    size, mesh = torch.Size((len(at), logits.shape[-1])), logits.device_mesh
     placements = [Shard(1) if placement.is_shard() else placement for placement in logits.placements]
-    mesh = logits.device_mesh
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=(size[1], 1)).full_tensor()

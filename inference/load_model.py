@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.checkpoint import weights
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.weights import (
-    check_tokenizer,
-    find_weights,
-    is_trained,
-    load_weights,
-    stored_rest,
-    tokenizer_table,
-)
 from titan.config import Job, load_table
 from titan.config.tables import Table, override, plugin_folders
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart
@@ -30,6 +23,7 @@ from titan.training.build import context_of
 
 TAKEN_OVER = ("model", "loss")
 TAKEN_OF_DATA = ("seq_len", "packing")
+WEIGHTS_HELP = "take the weights that this technique has kept beside those that were trained, which are the default"
 
 
 @dataclass(frozen=True)
@@ -55,37 +49,30 @@ def open_job(
     given: str | Path, overrides: Sequence[str], world_size: int, option: str = "--checkpoint"
 ) -> tuple[Path, Job]:
     """Where the weights lie, and a job that uses them: model and tokenizer of the folder, the rest from `overrides`.
-
     option: where the user gave the folder, for messages.
 
-    Raises:
-        CheckpointError: there are no weights, or no plugin supports their architecture.
-        ConfigError: the overrides do not fit.
-        PluginError: a plugin that `--plugins.path` names cannot be loaded.
+    CheckpointError: there are no weights, or no plugin supports their architecture.  ConfigError: the overrides do not
+    fit.  PluginError: a plugin that `--plugins.path` names cannot be loaded.
     """
     words = Table()
     override(words, overrides)
     registry.load_plugins(plugin_folders(words))  # first of all: one may be of the folder's architecture
-    path = find_weights(given, option)
+    path = weights.find_weights(given, option)
     if is_hf(path):
         model = model_table(read_hf_config(path), path)
         own = {"model": model, "data": {"seq_len": min(128, int(model.get("max_seq_len", 128)))}}
     else:
-        own = _stored_table(path)
-    if (tokenizer := tokenizer_table(path)) is not None:
+        config = weights.stored_rest(path)["config"]
+        own = {section: config[section] for section in TAKEN_OVER if section in config}
+        own["data"] = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
+    if (tokenizer := weights.tokenizer_table(path)) is not None:
         own["tokenizer"] = tokenizer
     elif not any(word.startswith("--tokenizer.") for word in overrides):
         raise CheckpointError(f"{path} holds no tokenizer that a plugin can read; name one with --tokenizer.name")
     own |= {"train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}}
     job = load_table(own, str(path), overrides, world_size)
-    check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
+    weights.check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
     return path, job
-
-
-def _stored_table(path: Path) -> dict[str, Any]:
-    config = stored_rest(path)["config"]
-    data = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
-    return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
 
 
 def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -108,7 +95,7 @@ def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
     """
     tokenizer, rows = job.tokenizer, job.spec.vocab_size
     around = tokenizer.delimiters
-    if is_trained(path):
+    if weights.is_trained(path):
         around = around._replace(stops=tuple({*around.stops, tokenizer.end}))
         bos = bool(bos)
     if bos is False:
@@ -131,11 +118,9 @@ def missing_row(ids: Sequence[int], job: Job, owner: str) -> str:
 
 
 def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: bool | None = None) -> Trained:
-    """Build the model of a job on this rank and give it the weights of a folder; all ranks together.
-
-    technique: whose weights to take in place of the trained ones.  bos: as `delimiters` has it.
-    """
+    """Build the model of a job on this rank and give it the weights of a folder; all ranks together. technique: whose
+    weights to take in place of the trained ones.  bos: as `delimiters` has it."""
     context = context_of(job, rank)
     engine = phases.assemble(context)
-    load_weights(path, job.model, engine.parts, Ranks(rank.number, rank.world_size), technique)
+    weights.load_weights(path, job.model, engine.parts, Ranks(rank.number, rank.world_size), technique)
     return Trained(job, rank, context, engine, delimiters(path, job, bos))

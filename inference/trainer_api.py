@@ -20,9 +20,8 @@ def commands(job: Job) -> dict[str, str]:
 def generation_command(job: Job) -> str:
     """The `titan generate` command for a run's model; paths are absolute, so that it works from any folder."""
     prompt = (job.run.sample_prompt.splitlines() or ["The"])[0]
-    return shlex.join(
-        [*_titan("generate", job), *([f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt])]
-    )
+    words = [f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt]
+    return shlex.join([*_titan("generate", job), *words])
 
 
 def evaluation_command(job: Job) -> str:

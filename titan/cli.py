@@ -61,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked and asked not in commands:
         parser.error(f"unknown command {asked!r}{did_you_mean(asked, commands)}")
     for name, module in commands.items():
-        subparser = subparsers.add_parser(
-            name, help=module.HELP, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(subparser)
+        raw, about = argparse.RawDescriptionHelpFormatter, module.HELP
+        module.add_arguments(subparsers.add_parser(name, help=about, description=about, formatter_class=raw))
     try:
         of_command = subparsers.choices.get(asked, parser)
         known = {*_flags(of_command), TRACEBACK_FLAG}
@@ -141,10 +139,7 @@ def _keys(word: str) -> list[str]:
 
 def _commands(asked: str) -> dict[str, ModuleType]:
     """The module of the command asked for; those of all commands where it is none. A module may import for seconds.
-
-    Raises:
-        PluginError: the command asked for is an entry point's and cannot be imported; another such one is left out.
-    """
+    PluginError: the command asked for is an entry point's and cannot be imported; another such one is left out."""
     own = {module.name: f"titan.commands.{module.name}" for module in pkgutil.iter_modules(titan.commands.__path__)}
     own["train"] = "titan.launch"
     if asked in own:

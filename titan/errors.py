@@ -33,9 +33,7 @@ class ConfigIssue:
 
 class ConfigError(TitanError):
     """A job that cannot run as written. Holds all issues found, so that all can be fixed at once.
-
-    faults: the issues, or what is wrong.  where: where that stands, as `ConfigIssue.where`.
-    """
+    faults: the issues, or what is wrong.  where: where that stands, as `ConfigIssue.where`."""
 
     exit_code = EXIT_WRONG_INPUT
 
@@ -63,10 +61,7 @@ class UnreadableError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written.
-
-    exit_code: of the cause: that of wrong input where the next start would fail too.
-    """
+    """A checkpoint that could not be written. exit_code: that of wrong input where the next start would fail too."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -103,22 +98,16 @@ class DivergedError(TitanError):
     """The loss or a gradient is NaN or infinite."""
 
 
-_WRONG_PATH = frozenset(
-    {
-        errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ELOOP,
-        errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV,
-    }
-)  # fmt: skip
+_NAMES = "ENOENT ENOTDIR EISDIR EACCES EPERM EROFS EEXIST ELOOP ENAMETOOLONG EINVAL ENXIO ENODEV"
+_WRONG_PATH = frozenset(getattr(errno, name) for name in _NAMES.split())
 """What the system says of a path that a user has to mend. Everything else it says, as EIO, ESTALE, ENOSPC or ETIMEDOUT,
 tells of a disk, a network or a memory."""
 
 
 def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
     """What to raise where `error` ended a system call: `wrong_input`, or a `ResourceError` with its words.
-
     Exit code 2 keeps a run from being started again, so it is only for what the user has to mend. An `error` that is
-    not of a system call, such as that of a file in another format, is wrong input.
-    """
+    not of a system call, such as that of a file in another format, is wrong input."""
     return ResourceError(str(wrong_input)) if of_machine(error) else wrong_input
 
 

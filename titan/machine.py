@@ -67,11 +67,8 @@ def standing_in_for(kind: str) -> Iterator[None]:
 
 
 def on_this_device(act: Callable[P, T]) -> Callable[P, T]:
-    """`act`, for a thread to call, on the GPU of the thread that asks. A new thread's current device is GPU 0.
-
-    What a thread does there without naming a device would open a context on GPU 0, some hundred MB for each rank of
-    the node.
-    """
+    """`act`, for a thread to call, on the GPU of the thread that asks. A new thread's current device is GPU 0; what it
+    does there without naming a device would open a context, some hundred MB for each rank of the node."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return act
     index = torch.cuda.current_device()
@@ -88,10 +85,8 @@ def on_this_device(act: Callable[P, T]) -> Callable[P, T]:
 
 def raise_descriptor_limit() -> None:
     """Raise the limit of open files of this process and its children to the hard limit, at most `DESCRIPTORS`.
-
     A socket is an open file. The process that serves the store has a socket per rank of the run, and rank 0 of a gather
-    has one per rank; the usual limit is 1,024. Silent where the system refuses.
-    """
+    has one per rank; the usual limit is 1,024. Silent where the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -101,11 +96,9 @@ def raise_descriptor_limit() -> None:
 
 def let_segments_expand() -> None:
     """Let PyTorch's allocator extend a segment of GPU memory in place, so that freed memory is left in fewer pieces.
-
     To be called before the first use of CUDA, which is when the allocator reads its options. Does nothing where the
     user has set any of `ALLOCATOR`, and on AMD GPUs: of the builds of PyTorch 2.11 to 2.13 only some for ROCm 7 support
-    it, and it can hang (pytorch issue 192259).
-    """
+    it, and it can hang (pytorch issue 192259)."""
     if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -130,9 +123,7 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> set[int]:
     Returns these cores; empty where nothing is bound. That is on a CPU, on a machine with one NUMA node, where the
     kernel does not know the GPU's node, and where the process may not use all cores of the machine anyway: a scheduler,
     a container or the user has chosen then. `torch.numa` does the same for torchrun, but in a process that runs already
-    only by private functions, and it needs the program numactl.
-
-    system: where sysfs is mounted.
+    only by private functions, and it needs the program numactl. system: where sysfs is mounted.
     """
     if device.type != "cuda" or sys.platform != "linux":
         return set()

@@ -24,18 +24,16 @@ _LFS_POINTER = re.compile(
 
 def expanded(path: str | Path, key: str) -> Path:
     """A path whose leading `~` or `~user` is that user's home folder. A file that is called so, as `~draft`, is itself.
-
     key: what names the path, as `data.cache`, for messages.
 
-    Raises:
-        ConfigError: the home folder is not known, or the path has characters that file names here cannot have.
+    ConfigError: the home folder is not known, or the path has characters that file names here cannot have.
     """
     text = os.path.expanduser(path)
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        why = f"file names are {sys.getfilesystemencoding()} here; {_SET_UTF8}"
-        raise ConfigError(f"{key} = {str(path)!a}: {why}") from None
+        encoding = sys.getfilesystemencoding()
+        raise ConfigError(f"{key} = {str(path)!a}: file names are {encoding} here; {_SET_UTF8}") from None
     first = Path(text).parts[:1]
     if "\0" in text:
         what = "no file name has a zero byte"

@@ -98,18 +98,13 @@ def _greet(run: build.Run) -> None:
         f"batch: {job.train.global_batch_size} samples of {job.data.seq_len} tokens per step"
         f" = {job.micro_batch} x {job.micro_batches} micro batches x {job.batch_ranks} ranks"
     )
-    log.log.info(f"data: {_read_by(run.loader.workers)}")
-    described = job.optimizer.describe(build.named_parameters(run.parts, run.context))
-    if described:
+    workers = run.loader.workers
+    processes = f"by {workers} {'process' if workers == 1 else 'processes'} per rank"
+    log.log.info(f"data: loaded {processes if workers else 'in the training process'}")
+    if described := job.optimizer.describe(build.named_parameters(run.parts, run.context)):
         log.log.info(f"optimizer: {described}")
     if recorder := watchdog.recorder():
         log.log.info(f"flight recorder: {recorder}")
-
-
-def _read_by(workers: int) -> str:
-    if not workers:
-        return "loaded in the training process"
-    return f"loaded by {workers} {'process' if workers == 1 else 'processes'} per rank"
 
 
 def _part(run: build.Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from titan.checkpoint.weights import check_tokenizer, find_weights
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.inference.load_model import open_job
+from titan.inference.load_model import WEIGHTS_HELP, open_job
 
 HELP = "convert weights between a titan checkpoint and a Hugging Face folder"
 
@@ -23,24 +23,17 @@ Optimizer state is not converted. The tokenizer's files and a folder's other sma
 what is not is named. Start a run from the result with --checkpoint.init_from, or load it with transformers.
 A Hugging Face folder with a tokenizer that no plugin reads needs --tokenizer.name NAME. Memory holds one tensor at a
 time."""
-    parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
-    parser.add_argument(
-        "--weights", default="", metavar="NAME",
-        help="take the weights that this technique has kept beside those that were trained, which are the default",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to write; it must be absent or empty"
-    )
-    parser.add_argument("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML with [model] and [tokenizer], if --from does not contain them"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype to write; default: as stored")
-    parser.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB",
-        help="largest safetensors file with --format hf; default: 5",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add = parser.add_argument
+    add("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
+    add("--weights", default="", metavar="NAME", help=WEIGHTS_HELP)
+    add("--output", type=Path, required=True, metavar="DIR", help="folder to write; it must be absent or empty")
+    add("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
+    about = "TOML with [model] and [tokenizer], if --from does not contain them"
+    add("--config", type=Path, metavar="FILE", help=about)
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype to write; default: as stored")
+    about = "largest safetensors file with --format hf; default: 5"
+    add("--shard-size", type=float, default=5.0, metavar="GB", help=about)
+    add("--json", action="store_true", help="one JSON object")
     parser.set_defaults(takes_overrides=True)
 
 
@@ -81,7 +74,6 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
         else:
             left = conversion.write_checkpoint(args.output, weights, job, dtype, bar.update, path)
     files = [file for file in args.output.rglob("*") if file.is_file()]
-    return {
-        "from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes),
-        "files": len(files), "bytes": sum(file.stat().st_size for file in files), "not_carried_over": left,
-    }  # fmt: skip
+    size = sum(file.stat().st_size for file in files)
+    about = {"from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes)}
+    return about | {"files": len(files), "bytes": size, "not_carried_over": left}

@@ -14,7 +14,7 @@ from titan.checkpoint.weights import is_trained
 from titan.config import Job
 from titan.errors import ConfigError
 from titan.inference.evaluation import Reading, evaluate, last_words
-from titan.inference.load_model import open_job, open_trained
+from titan.inference.load_model import WEIGHTS_HELP, open_job, open_trained
 from titan.ranks import launcher, process, watchdog
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of
@@ -53,26 +53,18 @@ window scores only the tokens that earlier windows have not.
 every token of that word is the most probable one; word_perplexity is LAMBADA's perplexity."""
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder")
-    add(
-        "--weights", default="", metavar="NAME",
-        help="take the weights that this technique has kept beside those that were trained, which are the default",
-    )  # fmt: skip
+    add("--weights", default="", metavar="NAME", help=WEIGHTS_HELP)
     add("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
     add("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
     add("--last-word", action="store_true", help="score only the last word of each document")
-    add(
-        "--seq-len", type=int, metavar="N",
-        help="context length in tokens; default: the run's seq_len, or for a published model its maximum, "
-        f"at most {MOST_BY_DEFAULT}",
-    )  # fmt: skip
+    about = "context length in tokens; default: the run's seq_len, or for a published model its maximum, at most"
+    add("--seq-len", type=int, metavar="N", help=f"{about} {MOST_BY_DEFAULT}")
     add("--stride", type=int, metavar="N", help="tokens between the ends of two windows; default: --seq-len")
     about = "whether to score the first token of a document; default: predict"
     add("--first-token", choices=("predict", "skip"), default="predict", help=about)
-    add(
-        "--bos", action=argparse.BooleanOptionalAction,
-        help="predict the first token from the BOS token of a published model, or from the end-of-text id; "
-        "default: --bos, unless titan has trained the weights",
-    )  # fmt: skip
+    about = "predict the first token from the BOS token of a published model, or from the end-of-text id"
+    default = "default: --bos, unless titan has trained the weights"
+    add("--bos", action=argparse.BooleanOptionalAction, help=f"{about}; {default}")
     add("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass; default: 8")
     add("--limit", type=int, metavar="N", help="use only the first N documents")
     add("--json", action="store_true", help="one JSON object")

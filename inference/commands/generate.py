@@ -21,7 +21,7 @@ from titan.data.tokens.files import decoded
 from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.load_model import delimiters, open_job, open_trained
+from titan.inference.load_model import WEIGHTS_HELP, delimiters, open_job, open_trained
 from titan.paths import expanded, refuse_lfs_pointer
 from titan.ranks import launcher, process
 from titan.ranks.meeting import signals
@@ -58,30 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "model and tokenizer: a checkpoint, a run or a Hugging Face folder"
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help=about)
-    add(
-        "--weights", default="", metavar="NAME",
-        help="take the weights that this technique has kept beside those that were trained, which are the default",
-    )  # fmt: skip
+    add("--weights", default="", metavar="NAME", help=WEIGHTS_HELP)
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument(
-        "--prompt", action="append", metavar="TEXT",
-        help="text to continue; may be repeated; -: read stdin, without its last line end",
-    )  # fmt: skip
-    prompts.add_argument(
-        "--prompt-file", metavar="FILE", help="file with one prompt per line (UTF-8); empty lines are skipped; -: stdin"
-    )
+    about = "text to continue; may be repeated; -: read stdin, without its last line end"
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help=about)
+    about = "file with one prompt per line (UTF-8); empty lines are skipped; -: stdin"
+    prompts.add_argument("--prompt-file", metavar="FILE", help=about)
     for each in options_of(Sampling):
         metavar, about = "N" if each.hint is int else "X", f"{each.spec.doc}; default: {each.default}"
         add(_flag(each), type=each.hint, default=each.default, metavar=metavar, help=about)
-    add(
-        "--bos", action=argparse.BooleanOptionalAction,
-        help="start prompts with the BOS token of a published model, or without; default: as its tokenizer states, "
-        "and --no-bos where titan has trained the weights",
-    )  # fmt: skip
-    add(
-        "--json", action="store_true",
-        help="one JSON object: text and tokens (ids) of the first result, and results, a list with those of every text",
-    )  # fmt: skip
+    about = "start prompts with the BOS token of a published model, or without"
+    default = "default: as its tokenizer states, and --no-bos where titan has trained the weights"
+    add("--bos", action=argparse.BooleanOptionalAction, help=f"{about}; {default}")
+    about = "one JSON object: text and tokens (ids) of the first result, and results, a list with those of every text"
+    add("--json", action="store_true", help=about)
     parser.set_defaults(takes_overrides=True)
 
 
@@ -181,19 +171,16 @@ def _generate(args: argparse.Namespace, prompts: Prompts, rank: int) -> None:
 
 
 def _show(texts: Sequence[Text], job: Job, args: argparse.Namespace, prompts: Prompts) -> None:
-    results = [
-        {
-            "text": generation.words(job.tokenizer, text), "tokens": text.tokens,
-            "prompt": prompts[n // args.samples][0], "prompt_tokens": len(text.prompt), "stopped": text.stopped,
-        }
-        for n, text in enumerate(texts)
-    ]  # fmt: skip
+    results: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        (prompt, _), words = prompts[number // args.samples], generation.words(job.tokenizer, text)
+        about = {"prompt": prompt, "prompt_tokens": len(text.prompt), "stopped": text.stopped}
+        results.append({"text": words, "tokens": text.tokens, **about})
+        if not args.json:
+            place = f"prompt {number // args.samples + 1}, sample {number % args.samples + 1}"
+            print(f"--- {place}\n{prompt}{words}")
     if args.json:
         print(json.dumps({**results[0], "results": results}))
-        return
-    for number, result in enumerate(results):
-        prompt, sample = divmod(number, args.samples)
-        print(f"--- prompt {prompt + 1}, sample {sample + 1}\n{result['prompt']}{result['text']}")
 
 
 def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from titan.commands.plugins.skeleton import KINDS, folder, skeleton
+from titan.testing.commands.skeleton import KINDS, SKELETONS, skeleton
 
 SHOWN = ("model", "technique", "optimizer")
 """Kinds that pages of the documentation train with, in tests/dist/test_docs.py: here their command is read alone."""
@@ -32,7 +32,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def test_each_kind_has_a_skeleton_and_a_test() -> None:
     for part in ("plugin", "test"):
-        assert {path.stem for path in (folder() / part).glob("*.py")} == {*KINDS, "__init__"}
+        assert {path.stem for path in (SKELETONS / part).glob("*.py")} == {*KINDS, "__init__"}
 
 
 @pytest.mark.sweep

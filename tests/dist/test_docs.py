@@ -18,9 +18,9 @@ import pytest
 
 from tests.commands import run_titan
 from tests.sweeps import swept_case
-from titan.commands.plugins.skeleton import skeleton
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.testing import assert_same_curve, train_job
+from titan.testing.commands.skeleton import skeleton
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -166,7 +166,8 @@ def test_files_are_remembered_only_once_their_times_can_tell(
 def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Path, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
-    recipe = tokenize._Recipe.of(lines(text), Bpe(Bpe.Config(path=str(ranks))))
+    plugins = lines(text), Bpe(Bpe.Config(path=str(ranks)))
+    recipe = tokenize._Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), plugins[1].fingerprint)
     assert recipe.make()[1].vocab_size == 257
     with ranks.open("ab") as file:
         file.write(base64.b64encode(b"ab") + b" 256\n")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.commands.plugins.skeleton import skeleton
 from titan.layers.blocks import PreNormLayer
+from titan.testing.commands.skeleton import skeleton
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/hpc.md", "docs/profile.md", "docs/reliability.md")

@@ -212,7 +212,7 @@ def test_a_run_whose_folder_is_such_a_link_does_not_begin(
 @pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 2), (errno.EIO, 1)])
 def test_which_errors_of_the_system_a_command_takes_for_wrong_input(number: int, code: int) -> None:
     text = (
-        "import sys\nfrom titan import cli\nfrom titan.commands import plugins\n"
+        "import sys\nfrom titan import cli\nfrom titan.testing.commands import plugins\n"
         f"def run(_):\n    raise OSError({number}, 'as said', '/a/file')\n"
         "plugins.run = run\nsys.exit(cli.main(['plugins']))\n"
     )

@@ -33,17 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser for each of the three."""
     kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, about, does in (("list", _LIST, _list), ("verify", _VERIFY, _verify), ("rm", _RM, _rm)):
-        first = about.partition(":")[0].partition(".")[0]
-        kind = kinds.add_parser(
-            name, help=first[0].lower() + first[1:].replace("\n", " "), description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        first, raw = about.partition(":")[0].partition(".")[0], argparse.RawDescriptionHelpFormatter
+        line = first[0].lower() + first[1:].replace("\n", " ")
+        kind = kinds.add_parser(name, help=line, description=about, formatter_class=raw)
         kind.add_argument("where", type=Path, metavar="DIR", help="a run, its checkpoints folder, or one checkpoint")
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(does=does)
-    kind.add_argument(
-        "--keep", type=int, metavar="N", help="remove all but the N newest complete checkpoints of the folder"
-    )
+    about = "remove all but the N newest complete checkpoints of the folder"
+    kind.add_argument("--keep", type=int, metavar="N", help=about)
     kind.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
@@ -147,10 +144,9 @@ def _checkpoints(where: Path) -> list[Path]:
     inside = _inside(where)
     complete, damaged = folders.survey(inside)
     unfinished = sorted(path for path in inside.iterdir() if folders.is_unfinished(path))
-    found = [*complete, *damaged, *unfinished]
-    if not found:
+    if not (checkpoints := [*complete, *damaged, *unfinished]):
         raise CheckpointError(f"{where} is not a checkpoint and contains none")
-    return found
+    return checkpoints
 
 
 def _inside(where: Path) -> Path:
@@ -182,8 +178,7 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
     from titan.checkpoint.disk import index, metadata
 
-    lacks = folders.lacking(path)
-    if lacks:
+    if lacks := folders.lacking(path):
         return [f"it lacks {' and '.join(lacks)}"]
     try:
         entries = manifest.read(path)
@@ -207,10 +202,9 @@ def _about(path: Path) -> dict[str, Any]:
     if isinstance(mesh, dict):  # degrees that are not 1, as in `dp_shard 4 tp 2`
         degrees = (f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1)
         layout = " ".join(degrees) or "one"
-    return {
-        "path": str(path), "step": stored.get("step", folders.step_of(path)), "saved": stored.get("saved"),
-        "bytes": _bytes(path), "world_size": stored.get("world_size"), "layout": layout, "state": state, "fault": fault,
-    }  # fmt: skip
+    saved = {"path": str(path), "step": stored.get("step", folders.step_of(path)), "saved": stored.get("saved")}
+    made_by = {"world_size": stored.get("world_size"), "layout": layout}
+    return {**saved, "bytes": _bytes(path), **made_by, "state": state, "fault": fault}
 
 
 def _bytes(path: Path) -> int:

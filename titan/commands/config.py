@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(schema(), indent=2))
         return 0
     if args.config and args.file:
-        what = f"expected --table.key value; --config {args.config} names the file"
-        raise ConfigError(f"{args.file}: {what}", "command line")
+        what = f"{args.file}: expected --table.key value; --config {args.config} names the file"
+        raise ConfigError(what, "command line")
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
     has_gpu = job.run.device != "cpu" and torch.cuda.is_available()

@@ -10,6 +10,7 @@ from titan.config import load_job
 from titan.contracts import Dataset
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import Where, parse
+from titan.data.open import preparing
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import loss_in, prepare
 from titan.data.tokens.shards import open_shard
@@ -33,14 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "train a byte-pair tokenizer on text and write its rank file"
     train = kinds.add_parser("train-tokenizer", help=about, description=about)
     source = train.add_mutually_exclusive_group()
-    source.add_argument(
-        "--data", metavar="NAME", help="dataset to train on; default: the default dataset (titan plugins)"
-    )
+    about = "dataset to train on; default: the default dataset (titan plugins)"
+    source.add_argument("--data", metavar="NAME", help=about)
     source.add_argument("--config", type=Path, metavar="FILE", help="train on the datasets of a job instead")
     train.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
-    train.add_argument(
-        "--size", type=int, default=4096, metavar="N", help="vocabulary size, with the 256 bytes; default: 4096"
-    )
+    about = "vocabulary size, with the 256 bytes; default: 4096"
+    train.add_argument("--size", type=int, default=4096, metavar="N", help=about)
     train.add_argument("--output", type=Path, required=True, metavar="FILE", help="rank file to write")
     train.add_argument("--json", action="store_true", help="one JSON object")
     train.set_defaults(takes_overrides=True, does=_train_tokenizer)
@@ -62,10 +61,7 @@ def _prepare(args: argparse.Namespace) -> dict[str, Any]:
     job = load_job(args.config, args.overrides)
     made, lost = [], Lost()
     for dataset in (source.plugin for source in job.sources):
-        shards = prepare(
-            dataset, job.tokenizer, cache=job.data.cache, workers=job.data.prepare_workers, progress=True,
-            max_lost=job.data.max_lost,
-        )  # fmt: skip
+        shards = prepare(dataset, job.tokenizer, progress=True, **preparing(job))
         made += shards
         if dataset.shards() is None:
             lost.add(loss_in(shards[0].path.parent))
@@ -116,8 +112,8 @@ def _dataset(name: str | None, path: list[str] | None) -> Dataset:
     dataset = plugin(config)
     assert isinstance(dataset, Dataset)
     if dataset.shards() is not None:
-        what = "this dataset holds tokens; a tokenizer is trained on text"
-        raise ConfigError(f"--data {plugin.name}: {what}", "command line")
+        what = f"--data {plugin.name}: this dataset holds tokens; a tokenizer is trained on text"
+        raise ConfigError(what, "command line")
     return dataset
 
 

@@ -20,9 +20,8 @@ def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
     Rank 0 lists the files, tokenizes text and reads the header of each shard, once in all. The other ranks are sent the
     samples, and open a shard when they read from it. A node whose cache lacks the shards makes its own.
 
-    Raises:
-        DataError: they cannot be used, or a node has others than rank 0; on all ranks alike.
-        ConfigError: the tokenizer has ids that the model has no row for.
+    DataError: they cannot be used, or a node has others than rank 0; on all ranks alike.  ConfigError: the tokenizer
+    has ids that the model has no row for.
     """
     samples, validation = from_first(lambda: (open_samples(job, rank), open_validation(job, rank)), rank)
     found = list(zip((source.plugin for source in job.sources), samples.shards, strict=True))
@@ -62,12 +61,8 @@ def open_loader(job: Job, rank: Rank, samples: Samples, first: int) -> Loader:
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
-    """The samples of a job's sources, tokenized first where they are text.
-
-    Raises:
-        DataError: the text or the tokens cannot be used.
-        ConfigError: the tokenizer has ids that the model has no row for.
-    """
+    """The samples of a job's sources, tokenized first where they are text. DataError: the text or the tokens cannot be
+    used.  ConfigError: the tokenizer has ids that the model has no row for."""
     needed = job.tokenizer.min_vocab_size
     if needed > job.spec.vocab_size:
         sizes = f"= {job.spec.vocab_size}, but the tokenizer has {needed} ids"

@@ -12,7 +12,7 @@ FAULTS = (
         'copies = identity["copies"] or {}', 'copies = identity["copies"] and {}',
         (f"{KEPT}::test_a_checkpoint_is_used_with_its_own_tokenizer",)),
     Fault("another tokenizer for a checkpoint accepted", "inference/load_model.py",
-        "check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)", "pass",
+        "weights.check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)", "pass",
         (f"{KEPT}::test_a_checkpoint_is_used_with_its_own_tokenizer",)),
     Fault("a new run from weights with another tokenizer", "titan/training/build.py",
         "check_tokenizer(path, job.tokenizer, change=section.change_tokenizer)", "pass",

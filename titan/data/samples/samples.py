@@ -82,7 +82,6 @@ class Windows:
 
 class Pieces:
     """One document per sample, a longer one in pieces of S labels; what is left over holds the end id, without labels.
-
     The end id of a document is the label of its last token, and no token itself: `length` counts labels.
 
     Maps every shard once to count its pieces. A pickled copy has the counts, and maps a shard when it is read. Takes 8
@@ -112,7 +111,7 @@ class Pieces:
         within = i - int(self._before[shard])
         number = int(np.searchsorted(until, within, side="right"))
         piece = within - (int(until[number - 1]) if number else 0)
-        start, end = self._stream.document(self._stream.first_document(shard) + number)
+        start, end = self._stream.document(int(self._stream.first_documents[shard]) + number)
         start += piece * self._length
         ids = self._stream.read(start, min(start + self._length + 1, end))
         known = ids.size - 1
@@ -136,31 +135,22 @@ class Samples(Dataset[Sample]):
         self, sources: Sequence[Source], *, seq_len: int, packing: Packing, seed: int, shuffle: bool, vocab_size: int
     ) -> None:
         self._seed, self._shuffle = seed, shuffle
-        self._streams = [Stream(shards, vocab_size) for shards, _ in sources]
-        self._cuts = [
-            Pieces(stream, seq_len)
-            if packing == "pad"
-            else Windows(stream, seq_len, isolate=packing == "document_mask")
-            for stream in self._streams
+        streams = [Stream(shards, vocab_size) for shards, _ in sources]
+        isolate = packing == "document_mask"
+        self._cuts: list[Pieces | Windows] = [
+            Pieces(stream, seq_len) if packing == "pad" else Windows(stream, seq_len, isolate=isolate)
+            for stream in streams
         ]
         self._mixture = Mixture([weight for _, weight in sources], mix(seed, len(sources)))
         parts: list[object] = [seq_len, packing, seed, shuffle]
-        for stream, cut, count in zip(self._streams, self._cuts, self._mixture.counts, strict=True):
+        for stream, cut, count in zip(streams, self._cuts, self._mixture.counts, strict=True):
             if cut.samples == 0:
                 raise DataError(_too_little(stream, seq_len, packing))
             parts += [count, *(shard.digest for shard in stream.shards)]
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
         """Of the tokens, the packing and the order: equal exactly when every sample is."""
-
-    @property
-    def shards(self) -> list[Sequence[Shard]]:
-        """The token shards of each source."""
-        return [stream.shards for stream in self._streams]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all sources together, each counted once."""
-        return sum(stream.tokens for stream in self._streams)
+        self.shards, self.tokens = [shards for shards, _ in sources], sum(stream.tokens for stream in streams)
+        """The token shards of each source; the number of tokens of all sources, each counted once."""
 
     def __len__(self) -> int:
         """Samples of all sources, each once."""
@@ -174,9 +164,6 @@ class Samples(Dataset[Sample]):
 
 def _too_little(stream: Stream, seq_len: int, packing: Packing) -> str:
     needed = "a document of at least 2 tokens" if packing == "pad" else f"at least {seq_len + 1:,} tokens"
-    more = len(stream.shards) - 1
-    place = f"{stream.shards[0].path}{f' and {more} more' if more else ''}"
-    return (
-        f"too little text for one sample of seq_len {seq_len:,}: {stream.tokens:,} tokens in {stream.documents:,}"
-        f" documents ({place}), {needed} needed"
-    )
+    more = f" and {len(stream.shards) - 1} more" if len(stream.shards) > 1 else ""
+    size = f"{stream.tokens:,} tokens in {stream.documents:,} documents ({stream.shards[0].path}{more})"
+    return f"too little text for one sample of seq_len {seq_len:,}: {size}, {needed} needed"

@@ -16,8 +16,9 @@ MOST_OPEN = 128
 
 
 class Stream:
-    """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards. A shard is
-    opened when it is read: a DataError may come then (see `Shard.map`). A pickled copy has no shard open."""
+    """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards; the first one
+    of shard i has number first_documents[i]. A shard is opened when it is read: a DataError may come then (see
+    `Shard.map`). A pickled copy has no shard open."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         if not shards:
@@ -25,21 +26,12 @@ class Stream:
         self.shards = shards
         self._vocab_size = vocab_size
         self._tokens = np.cumsum([0] + [shard.tokens for shard in shards], dtype=np.int64)
-        self._documents = np.cumsum([0] + [shard.documents for shard in shards], dtype=np.int64)
+        self.first_documents = np.cumsum([0] + [shard.documents for shard in shards], dtype=np.int64)
+        self.tokens, self.documents = int(self._tokens[-1]), int(self.first_documents[-1])
         self._open: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}  # maps are the process's own
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all shards together."""
-        return int(self._tokens[-1])
-
-    @property
-    def documents(self) -> int:
-        """Number of documents in all shards together."""
-        return int(self._documents[-1])
 
     def _map(self, shard: int) -> tuple[npt.NDArray[Any], Ints]:
         if shard not in self._open:
@@ -87,13 +79,9 @@ class Stream:
 
     def document(self, number: int) -> tuple[int, int]:
         """(start, end) of a document in the stream."""
-        shard = int(np.searchsorted(self._documents, number, side="right")) - 1
-        ends, base, within = self._map(shard)[1], int(self._tokens[shard]), number - int(self._documents[shard])
+        shard = int(np.searchsorted(self.first_documents, number, side="right")) - 1
+        ends, base, within = self._map(shard)[1], int(self._tokens[shard]), number - int(self.first_documents[shard])
         return base + (int(ends[within - 1]) if within else 0), base + int(ends[within])
-
-    def first_document(self, shard: int) -> int:
-        """Number of the first document of a shard: how many the shards before it have."""
-        return int(self._documents[shard])
 
     def lengths(self, shard: int) -> Ints:
         """Tokens of each document of a shard [its documents], the end id counted."""

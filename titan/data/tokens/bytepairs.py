@@ -54,8 +54,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             code, digits = line.split()
             token, rank = base64.b64decode(code, validate=True), int(digits)
         except ValueError:
-            what = f"{line[:40]!r} is not a token in base64, a space and its rank"
-            raise DataError(f"{path}:{number}: {what}") from None
+            raise DataError(f"{path}:{number}: {line[:40]!r} is not a token in base64, a space and its rank") from None
         if rank in seen or token in ranks:
             again = f"rank {rank}" if rank in seen else f"token {token!r}"
             raise DataError(f"{path}:{number}: {again} appears twice")
@@ -66,15 +65,14 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if max(seen) != len(seen) - 1:
         absent = next(rank for rank in range(len(seen)) if rank not in seen)
         raise DataError(f"rank file {path} is cut short: {len(seen)} ranks up to {max(seen)}, without {absent}")
-    without = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if without:
+    if without := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise DataError(f"rank file {path} has no rank for {len(without)} of 256 bytes, the first of them {without[0]}")
     return ranks
 
 
 def published_family(ranks: Mapping[bytes, int]) -> str | None:
-    """The family of published files that ranks are of; None for others, as those that titan trains: published files
-    number bytes as GPT-2 did, those that can be seen first."""
+    """The family of published files that ranks are of, which number bytes as GPT-2 did, those that can be seen first;
+    None for others, as those that titan trains."""
     return PUBLISHED.get(len(ranks)) if ranks.get(b"!") == 0 else None
 
 
@@ -155,14 +153,9 @@ def _split_blanks(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _alphabet() -> list[str]:
-    """The character of each byte: its own Latin-1 one where that can be seen, else the next one from U+0100 on."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unseen = iter(range(0x100, 0x200))
-    return [chr(byte if byte in seen else next(unseen)) for byte in range(256)]
-
-
-_ALPHABET = _alphabet()
+_SEEN, _NEXT = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))
+_ALPHABET = [chr(byte if byte in _SEEN else next(_NEXT)) for byte in range(256)]
+"""The character of each byte: its own Latin-1 one where that can be seen, else the next one from U+0100 on."""
 
 
 def hf_tokenizer(
@@ -171,9 +164,8 @@ def hf_tokenizer(
     """File name -> JSON value of a Hugging Face tokenizer that gives text the same ids as these ranks.
 
     pattern: how text is cut before bytes are merged; empty: not at all.  specials: name -> id, above all ranks; an id
-    left out between them gets a name, for theirs have no gaps.  end: the special that ends a document.
-
-    The result is None where a special's name is a token of ordinary text too: the library has one id for each name.
+    left out between them gets a name, for theirs have no gaps.  end: the special that ends a document. The result is
+    None where a special's name is a token of ordinary text too: the library has one id for each name.
     """
     if any(name.encode() in ranks for name in specials):
         return None

@@ -209,17 +209,15 @@ def _zstd_frames(packed: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]
 
 
 class _Pieces(io.RawIOBase):
-    """A file of pieces, some of which may be empty."""
+    """A file of pieces, some of which may be empty; one is read at a time."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._content = filter(None, pieces), memoryview(b"")
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as there is content at hand; 0 at the end of the file."""
         self._content = self._content or memoryview(next(self._pieces, b""))
         size = min(len(buffer), len(self._content))
         buffer[:size], self._content = self._content[:size], self._content[size:]

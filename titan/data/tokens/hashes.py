@@ -39,7 +39,7 @@ class Mark:
 
     @staticmethod
     def of(status: os.stat_result) -> "Mark":
-        """Of a file, by its status."""
+        """The mark of a file with this status."""
         return Mark(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def key(self, file: Path) -> str:
@@ -68,11 +68,7 @@ class Content:
 
 def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Content]:
     """The content of each file. `memory` is a JSON file of what was hashed before; a damaged one is written anew.
-
-    Raises:
-        DataError: a file cannot be read, or changes while it is.
-        OSError: `memory` cannot be written.
-    """
+    DataError: a file cannot be read, or changes while it is.  OSError: `memory` cannot be written."""
     known = _recall(memory)
     contents: dict[Path, Content] = {}
     for file in files:
@@ -80,15 +76,13 @@ def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Co
             mark = Mark.of(file.stat())
         if digest := known.get(mark.key(file)):
             contents[file] = Content(file, mark, digest)
-    unknown = [file for file in files if file not in contents]
-    if unknown:
+    if unknown := [file for file in files if file not in contents]:
         # Asked for before any of them is read: what is written later is younger than that.
         now_ns = _now_ns(memory.parent)
         with ThreadPoolExecutor(threads) as pool:
             found = list(pool.map(lambda file: _hash(file, now_ns), unknown))
         contents.update((content.file, content) for content in found)
-        settled = {content.mark.key(content.file): content.digest for content in found if not content.racy}
-        if settled:
+        if settled := {content.mark.key(content.file): content.digest for content in found if not content.racy}:
             _remember(memory, settled)
     return [contents[file] for file in files]
 

@@ -30,20 +30,15 @@ class Identity(TypedDict):
 
 
 def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
-    """What a checkpoint says of a tokenizer, and the files that it keeps.
-
-    Raises:
-        DataError: a file of the tokenizer cannot be read.
-        PluginError: `Tokenizer.files` returned a name that is none of a file in one folder.
-    """
+    """What a checkpoint says of a tokenizer, and the files that it keeps. DataError: a file of the tokenizer cannot be
+    read.  PluginError: `Tokenizer.files` returned a name that is none of a file in one folder."""
     files = tokenizer.files()
     if wrong := [name for name in files if name.count("/") > 1 or {"", ".", ".."} & {*name.split("/")}]:
         what = f"files() returned the name {wrong[0]!r}; it must be that of a file, in one folder at most"
         raise PluginError(f"tokenizer {tokenizer.name!r}: {what}")
     values = {option.key: getattr(tokenizer.config, option.field) for option in path_options(tokenizer)}
-    paths = {
-        key: expanded(value, f"tokenizer.{key}") for key, value in values.items() if value and isinstance(value, str)
-    }
+    single = {key: value for key, value in values.items() if value and isinstance(value, str)}
+    paths = {key: expanded(value, f"tokenizer.{key}") for key, value in single.items()}
     copies = {key: path.name if path.is_file() else "" for key, path in paths.items()}
     # A plugin with a folder may not say which of its files it reads, and one with two files may call both the same.
     whole = all(name in files for name in copies.values() if name) and bool(files or not copies)
@@ -70,15 +65,13 @@ def require_same(tokenizer: Tokenizer, trained: Tokenizer, recorded: str, place:
     message.  Options that name no file, such as which token ends a document, may differ. Tokenizers of two plugins are
     the same if they give a text with every token of the vocabulary the same ids.
 
-    Raises:
-        ConfigError: they are not the same, or one cannot be read; names both fingerprints.
-        MissingPackageError: one is read by a package that is not installed.
+    ConfigError: they are not the same, or one cannot be read; names both fingerprints.  MissingPackageError: one is
+    read by a package that is not installed.
     """
     if tokenizer.name == trained.name and tokenizer.config == trained.config and not recorded:
         return
     try:
-        now = trained.fingerprint
-        same = _same(tokenizer, trained)
+        now, same = trained.fingerprint, _same(tokenizer, trained)
     except MissingPackageError:
         raise
     except DataError as error:

@@ -43,15 +43,13 @@ def prepare(
     """The token shards of a dataset, in order; reads each header once.
 
     A dataset of shards gives its own. Text is tokenized once, by `workers` processes (0: one a core), into `cache`;
-    what they make does not depend on how many they are. `progress` tells a person how far it is.
-
-    max_lost: largest share of the bytes in a sample of the text that the tokenizer may lose.
+    what they make does not depend on how many they are. `progress` tells a person how far it is. max_lost: largest
+    share of the bytes in a sample of the text that the tokenizer may lose.
 
     DataError: a file cannot be read or changes meanwhile, no text is in any, the tokenizer loses more than that, a
     shard is damaged, or the cache cannot be written.
     """
-    made = open_made(dataset, tokenizer)
-    if made is not None:
+    if (made := open_made(dataset, tokenizer)) is not None:
         return made
     workers = workers or cores()
     files = dataset.files()
@@ -104,7 +102,6 @@ def prepare_node(
     dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard], *, cache: Path, workers: int, max_lost: float = 1.0
 ) -> None:
     """See that a node has the shards that were found on another one; where its cache lacks them, tokenize on this node.
-
     For one process of the node. Looks for a single file where the nodes share their files, and opens no shard there.
 
     DataError: this node's files give other tokens, or raises as `prepare`.
@@ -162,10 +159,8 @@ def _make(
 def _seal(partial: Path, dataset: Dataset, tokenizer: Tokenizer, files: int, lost: Lost) -> None:
     """Give the shards their names in the stream and write the index that says how many there are."""
     shards = []
-    for number, path in enumerate(sorted(path for path in partial.iterdir() if path.suffix == ".bin")):
-        named = partial / f"shard-{number:05d}.bin"
-        path.rename(named)
-        shards.append(open_shard(named))
+    for number, path in enumerate(sorted(partial.glob("*.bin"))):
+        shards.append(open_shard(path.rename(partial / f"shard-{number:05d}.bin")))
     if not shards:
         raise DataError(f"dataset {dataset.name!r} holds no text: its {files} files give no token")
     index = {
@@ -214,8 +209,8 @@ def _progress(dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], tal
         if talks and sys.stderr.isatty():
             from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-            desc = f"tokenizing {dataset.name}"
-            bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc=desc, leave=False))
+            bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenizing {dataset.name}", leave=False)
+            stack.enter_context(bar)
 
         def finished(file: Path) -> None:
             nonlocal done, shown_at

@@ -41,11 +41,6 @@ _HEADER = struct.Struct("<8sIIQQ32s")
 _DTYPES: dict[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
 
 
-def token_bytes(vocab_size: int) -> int:
-    """Bytes of a stored token: 2 where every id of the vocabulary fits, else 4."""
-    return 2 if vocab_size <= 1 << 16 else 4
-
-
 @dataclass(frozen=True)
 class Shard:
     """A shard as its header describes it. `digest` (hex) stands for its content."""
@@ -139,10 +134,8 @@ class ShardWriter:
     manager it closes on success and removes what it wrote on an exception."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        self.path = path
-        self.tokens = 0
-        self._vocab_size = vocab_size
-        self._width = token_bytes(vocab_size)
+        self.path, self.tokens, self._vocab_size = path, 0, vocab_size
+        self._width = 2 if vocab_size <= 1 << 16 else 4
         self._ends = array("q")
         self._digest = hashlib.sha256()
         self._partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
@@ -166,8 +159,7 @@ class ShardWriter:
 
     def close(self) -> Shard:
         """Complete the file, flush it to disk and give it its name."""
-        stored = self.tokens * self._width
-        self._put(bytes(_padded(stored) - stored))
+        self._put(bytes(-self.tokens * self._width % 8))
         self._put(np.asarray(self._ends, dtype="<i8").tobytes())
         documents, digest = len(self._ends), self._digest
         self._file.seek(0)
@@ -178,11 +170,6 @@ class ShardWriter:
         os.replace(self._partial, self.path)
         return Shard(self.path, self._width, self.tokens, documents, digest.hexdigest())
 
-    def discard(self) -> None:
-        """Delete the unfinished file; called instead of `close` after an error."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
-
     def __enter__(self) -> "ShardWriter":
         return self
 
@@ -190,4 +177,5 @@ class ShardWriter:
         if kind is None:
             self.close()
         else:
-            self.discard()
+            self._file.close()
+            self._partial.unlink(missing_ok=True)

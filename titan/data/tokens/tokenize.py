@@ -95,24 +95,24 @@ def tokenize(
     dataset: Dataset, tokenizer: Tokenizer, work: Sequence[Unit], folder: Path, *, workers: int, size: int, done: Done
 ) -> Lost:
     """Write the shards of all units to `folder`, named by unit and place. `done` is told of each finished file.
-
     Returns what the tokenizer loses of a sample of the documents, the same for any number of processes.
 
     Small work stays in this process, where spare workers are threads: most tokenizers let go of the interpreter.
 
-    Raises:
-        DataError: text cannot be read.
-        ResourceError: a process was killed.
+    DataError: text cannot be read.  ResourceError: a process was killed.
     """
     processes, lost = min(workers, len(work), size // WORTH_A_PROCESS), Lost()
     if processes <= 1:
         for unit in work:
             lost.add(_make(dataset, tokenizer, unit, folder, workers, done))
         return lost
-    recipe = _Recipe.of(dataset, tokenizer)
+    plugins = (dataset, tokenizer)
+    recipe = _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), tokenizer.fingerprint)
+    modules = [sys.modules[type(plugin).__module__] for plugin in plugins]
+    homes = tuple((module.__name__, str(module.__file__)) for module in modules if module.__name__ != "__main__")
     others = multiprocessing.active_children()
     try:
-        executor = ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,))
+        executor = ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(homes,))
     except OSError as error:  # its queues need /dev/shm
         what = f"tokenizing processes cannot be started ({error.strerror or error})"
         raise ResourceError(f"{what}; set data.prepare_workers = 1 to tokenize in this process") from error
@@ -143,19 +143,11 @@ def tokenize(
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Two plugins as a process that never saw them can make them: class and options, and the files to import first.
-    fingerprint: of the tokenizer, which reads its file once more in each process."""
+    """Two plugins as a process that never saw them can make them: class and options. fingerprint: of the tokenizer,
+    which reads its file once more in each process."""
 
     plugins: tuple[tuple[type[Plugin], Any], ...]
-    homes: tuple[tuple[str, str], ...]
     fingerprint: str
-
-    @staticmethod
-    def of(dataset: Dataset, tokenizer: Tokenizer) -> "_Recipe":
-        plugins = (dataset, tokenizer)
-        modules = [sys.modules[type(plugin).__module__] for plugin in plugins]
-        homes = tuple((module.__name__, str(module.__file__)) for module in modules if module.__name__ != "__main__")
-        return _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), homes, tokenizer.fingerprint)
 
     def make(self) -> tuple[Dataset, Tokenizer]:
         """The two plugins; DataError: the tokenizer is not the one that the tokens are named by."""
@@ -182,8 +174,7 @@ def _begin(homes: tuple[tuple[str, str], ...]) -> None:
 def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> tuple[list[Path], Lost]:
     dataset, tokenizer = recipe.make()
     finished: list[Path] = []
-    lost = _make(dataset, tokenizer, unit, folder, threads, finished.append)
-    return finished, lost
+    return finished, _make(dataset, tokenizer, unit, folder, threads, finished.append)
 
 
 def _make(dataset: Dataset, tokenizer: Tokenizer, unit: Unit, folder: Path, threads: int, done: Done) -> Lost:

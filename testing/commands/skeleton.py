@@ -12,6 +12,8 @@ from titan.contracts.plugin import registry
 from titan.contracts.sections import MetricsSection
 from titan.errors import ConfigError
 
+SKELETONS = Path(__file__).parents[1] / "skeletons"
+
 KINDS = ("model", "technique", "optimizer", "lr_schedule", "loss", "dataset", "tokenizer", "tracker")
 
 HOST_KEYS = {
@@ -160,16 +162,8 @@ def skeleton(part: str, kind: str, name: str) -> str:
     return re.sub(r"\bExample\b", _class(name), re.sub(r"\bexample\b", name, _template(part, kind)))
 
 
-def folder() -> Path:
-    """Where the skeletons lie: they are data of `titan.testing`, which their tests import."""
-    spec = find_spec("titan.testing")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("titan.testing is not installed, which has the skeletons of plugins")
-    return Path(spec.submodule_search_locations[0]) / "skeletons"
-
-
 def _template(part: str, kind: str) -> str:
-    return (folder() / part / f"{kind}.py").read_text(encoding="utf-8")
+    return (SKELETONS / part / f"{kind}.py").read_text(encoding="utf-8")
 
 
 def _class(name: str) -> str:

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan.commands.plugins.skeleton import KINDS, NEW, write
 from titan.contracts import Loss, Measure, Model, Technique
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.plugin.registry import Plugin
 from titan.errors import ConfigError
 from titan.packages import install, program
+from titan.testing.commands.skeleton import KINDS, NEW, write
 
 HELP = "list all plugins, print the documentation and options of one, or write a new one"
 
