@@ -1,7 +1,4 @@
-"""Conversion of weights between formats, one tensor at a time, so that the model need not fit into memory.
-
-Both formats can be read and written. The new folder is written under a temporary name, and renamed when complete.
-"""
+"""Conversion of weights between formats, one tensor at a time, so that the model need not fit into memory."""
 
 from __future__ import annotations
 
@@ -34,12 +31,10 @@ from titan.errors import CheckpointError, ConfigError, DataError, by_errno
 from titan.log import log
 from titan.paths import refuse_lfs_pointer
 
-Content = bytes | Mapping[str, Any]
-"""Of a file: bytes, or a JSON value."""
+Table = Mapping[str, Any]
+Content = bytes | Table  # of a file: bytes, or a JSON value
 
-MOST_BYTES = 50 << 20
-"""Of a file that is carried over."""
-
+MOST_BYTES = 50 << 20  # of a file that is carried over
 GENERATION = "generation_config.json"
 
 
@@ -56,8 +51,6 @@ class Weights(Protocol):
 
 
 class _SavedWeights:
-    """The weights of a checkpoint."""
-
     def __init__(self, path: Path, model: Model, technique: str) -> None:
         self.shapes = shapes_of(model)
         self._ranks = Ranks(0, 1)
@@ -92,15 +85,14 @@ def write_hf(
     dtype: of all tensors; None keeps what they are stored in.  progress: called when a tensor of ours has been read.
     source: the folder of the weights. Of one of Hugging Face's all other small files are carried over; returns the
     names of those that are not.
-
-    Raises:
-        CheckpointError: something cannot be read or written.
-        ConfigError: transformers has no such model, or the tokenizer is another model's.
+    Raises CheckpointError: something cannot be read or written.
+    Raises ConfigError: transformers has no such model, or the tokenizer is another model's.
     """
     config = model.hf_config()
     if config is None:
-        told = f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
-        raise ConfigError(told)
+        raise ConfigError(
+            f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
+        )
     needed, rows = tokenizer.min_vocab_size, model.spec().vocab_size
     sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
     if tokenizer.end < rows < needed:
@@ -119,13 +111,14 @@ def write_hf(
 
     def value(name: str) -> Tensor:
         tensor = tensors[name]
-        if tensor.ours[0] not in stack:
+        first = tensor.ours[0]
+        if first not in stack:
             stack.clear()
         if tensor.element is None:
             return joined(tensor, [read(ours).to(types[name]) for ours in tensor.ours])
         if not stack:
-            stack[tensor.ours[0]] = read(tensor.ours[0])
-        return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
+            stack[first] = read(first)
+        return joined(tensor, [stack[first][tensor.element].to(types[name])])
 
     stops = tokenizer.delimiters.stops
     ids = {"bos_token_id": None, "eos_token_id": stops[0] if len(stops) == 1 else list(stops)}
@@ -140,13 +133,10 @@ def write_hf(
 def write_checkpoint(
     to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Callable[[], object], source: Path
 ) -> list[str]:
-    """Write a folder that holds the checkpoint of step 0 of a job, without state of an optimizer.
-
-    As `write_hf`; returns the names of files of a Hugging Face folder that the checkpoint does not keep.
-    """
+    """Write a folder with the checkpoint of step 0 of a job, without optimizer state; otherwise as `write_hf`."""
+    types = {name: dtype or weights.dtype(name) for name in weights.shapes}
     tensors = {
-        MODEL + name: torch.empty(shape, dtype=dtype or weights.dtype(name), device="meta")
-        for name, shape in weights.shapes.items()
+        MODEL + name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in weights.shapes.items()
     }
 
     def value(name: str) -> Tensor:
@@ -190,9 +180,9 @@ def _companions(
     words = [str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -dtype.itemsize)]
     published = carried.get(folders.HF_CONFIG, passed_on.get(folders.HF_CONFIG))
     own = {**config, "torch_dtype": words[0]}  # the widest
-    files[folders.HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=same)
-    if trained and (generation := files.get(GENERATION)) is not None:
-        files[GENERATION] = _ending(generation, ends)
+    files[folders.HF_CONFIG] = _config_json(published, own, model, words, ends, same)
+    if trained and GENERATION in files:
+        files[GENERATION] = _ending(files[GENERATION], ends)
     return files, sorted({*left, *other})
 
 
@@ -216,13 +206,9 @@ def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _config_json(
-    published: Content | None, ours: Mapping[str, Any], model: Model, dtypes: Sequence[str], ends: Sequence[int], *,
-    keep_ids: bool,
-) -> Content:  # fmt: skip
-    """The config.json to write: the published one, if there is one and it is of this model; else ours, with its ids.
-
-    ends: ids at which generation has to stop too.  keep_ids: the tokenizer is the published one.
-    """
+    published: Content | None, ours: Table, model: Model, dtypes: Sequence[str], ends: Sequence[int], keep_ids: bool
+) -> Content:
+    """The published config.json if it is of this model, else ours. keep_ids: the tokenizer is the published one."""
     theirs = {} if published is None else _table(published)
     with_ids = theirs if keep_ids else ours
     ids = {key: with_ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in with_ids}
@@ -242,7 +228,7 @@ def _ending(content: Content, ends: Sequence[int]) -> Content:
     return content if every == known else {**table, "eos_token_id": every if len(every) > 1 else every[0]}
 
 
-def _is_of(config: Mapping[str, Any], model: Model) -> bool:
+def _is_of(config: Table, model: Model) -> bool:
     """Whether a config.json says what ours says of a model."""
     own = model.hf_config()
     try:
@@ -257,8 +243,6 @@ def _table(content: Content) -> dict[str, Any]:
 
 
 class _Made(dict[str, Tensor]):
-    """Values that are made each time they are asked for."""
-
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         self._make = make
 

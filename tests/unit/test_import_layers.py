@@ -44,7 +44,6 @@ ORDINARY_WORDS = {
     ("planner/dryrun/run.py", "compile"): "a phase",
     ("planner/dryrun/result.py", "bytes_sent"): "a key of the JSON",
     ("planner/machine/cluster.py", "float8"): "a dtype",
-    ("titan/contracts/base/cost/__init__.py", "linear"): "a function that states a linear layer",
     ("titan/contracts/base/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/training/init.py", "constant"): "a way to fill a new weight",
     ("titan/contracts/base/spec.py", "constant"): "a way to fill a new weight",

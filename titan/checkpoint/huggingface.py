@@ -27,18 +27,17 @@ from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
 
 
 def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
-    """Hold a folder's config.json against a job's model. `max_seq_len` may be another: weights tell where it matters.
+    """Raise a ConfigError where a folder's config.json is of another model; names each other key, with both values.
 
-    Raises:
-        ConfigError: they are not the same model; names each key that differs, with both values.
+    `max_seq_len` may be another: weights tell where it matters.
     """
     own = model.hf_config()
     if own is None:
         raise ConfigError(f"[model] {model.name}: transformers has no equivalent model")
     theirs, ours = model.from_hf(config), model.from_hf(own)
     if theirs is None or ours is None:
-        told = f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {config.get('model_type')!r}"
-        raise ConfigError(told)
+        kind = config.get("model_type")
+        raise ConfigError(f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {kind!r}")
     faults = [
         ConfigIssue("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
         for key in {**ours, **theirs}
@@ -58,8 +57,7 @@ def shapes_of(model: Model) -> dict[str, torch.Size]:
 def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     """The tensors that a Hugging Face folder of the model must have; the elements of a stack follow each other.
 
-    Raises:
-        PluginError: they do not hold each of the model's tensors once, or cut one into groups that are not equal.
+    Raises PluginError: they do not hold each of the model's tensors once, or cut one into groups that are not equal.
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
     stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
@@ -71,10 +69,9 @@ def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
     for tensor in model.hf_tensors():
-        uneven = [f"{name} ({shapes[name][0]} rows)" for name in tensor.ours if shapes[name][0] % tensor.groups]
-        if uneven:
-            told = f"hf_tensors() cuts {listed(uneven)} into {tensor.groups} groups, which are not equal"
-            raise PluginError(f"model {model.name}: {told}; groups must divide the rows")
+        if uneven := [f"{name} ({shapes[name][0]} rows)" for name in tensor.ours if shapes[name][0] % tensor.groups]:
+            told = f"model {model.name}: hf_tensors() cuts {listed(uneven)} into {tensor.groups} groups"
+            raise PluginError(f"{told}, which are not equal; groups must divide the rows")
     order = {name: place for place, name in reversed([*enumerate(name for one in tensors for name in one.ours)])}
     return sorted(tensors, key=lambda tensor: order[tensor.ours[0]])
 
@@ -103,7 +100,6 @@ class _Place(NamedTuple):
     period: int
 
     def row(self, ours: int) -> int:
-        """The row there that is this row of ours."""
         group, row = divmod(ours, self.rows)
         return group * self.period + self.start + row
 
@@ -128,14 +124,11 @@ class HfWeights:
                 unlike.append(f"{found.name} ({list(found.shape)} there, {list(shape)} here)")
             if found is not None and found.type not in TYPES:
                 packed.append(f"{found.name} ({found.type})")
-        faults = listed_faults({
-            "it lacks": [tensor.name for tensor in tensors if tensor.name not in self._stored],
-            "the model lacks": [name for name in unused if not any(glob_matches(glob, name) for glob in ignored)],
-            "shapes differ in": unlike,
-            "no plain floating-point numbers in": packed,
-        })  # fmt: skip
-        if faults:
-            raise CheckpointError(f"{path} does not fit the model: {faults}")
+        absent = [tensor.name for tensor in tensors if tensor.name not in self._stored]
+        unknown = [name for name in unused if not any(glob_matches(glob, name) for glob in ignored)]
+        faults = {"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}
+        if told := listed_faults(faults | {"no plain floating-point numbers in": packed}):
+            raise CheckpointError(f"{path} does not fit the model: {told}")
         self._places = self._by_name(tensors)
         self._copies = self._by_name(tensor for tensor in copies if tensor.name in self._stored)
 
@@ -158,8 +151,7 @@ class HfWeights:
     def read(self, name: str, bounds: Sequence[slice] = ()) -> Tensor:
         """One of our tensors in the type it is stored in: whole, or the part within start and stop of each dimension.
 
-        Raises:
-            CheckpointError: it cannot be read, or a copy that stands beside it is not the same.
+        Raises CheckpointError: it cannot be read, or a copy that stands beside it is not the same.
         """
         bounds = bounds or [slice(0, size) for size in self.shapes[name]]
         value = self._read(name, self._places[name], bounds)
@@ -190,16 +182,14 @@ class HfWeights:
 
 
 def _short(name: str) -> str:
-    """A name as a base-model export has it."""
-    return name.partition(".")[2]
+    return name.partition(".")[2]  # as a base-model export has it
 
 
 def load(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors, in place and cast to their types, from a folder; each rank reads its shards.
 
-    Raises:
-        CheckpointError: the folder cannot be read, or its tensors do not fit.
-        ConfigError: its config.json is of another model.
+    Raises CheckpointError: the folder cannot be read, or its tensors do not fit.
+    Raises ConfigError: its config.json is of another model.
     """
     check_config(ranks.each(lambda: read_hf_config(path)), model, path)
     weights = ranks.each(lambda: HfWeights(path, model))
@@ -207,8 +197,7 @@ def load(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> 
 
 
 def _fill(weights: HfWeights, holders: Mapping[str, Sequence[Tensor]]) -> None:
-    absent = [name.removeprefix(MODEL) for name in holders if name.removeprefix(MODEL) not in weights.shapes]
-    if absent:
+    if absent := [name.removeprefix(MODEL) for name in holders if name.removeprefix(MODEL) not in weights.shapes]:
         raise CheckpointError(f"{weights.path} cannot hold {listed(absent)}")
     for name, tensor in ((name, tensor) for name, tensors in holders.items() for tensor in tensors):
         local = local_part(tensor)

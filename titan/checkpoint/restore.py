@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
@@ -27,6 +28,9 @@ from titan.checkpoint.techniques import tensors_in, without
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 from titan.log import log
+
+Slots = dict[str, dict[str, Any]]
+"""Parameter -> slot of the optimizer's state -> its value."""
 
 _SHOWN = 10
 _ALL_ALIKE = Place("workers", 0, 1, "mean")
@@ -48,8 +52,7 @@ class Saved:
         entries = ranks.first(lambda: folders.check_sizes(path))
         by_size = sorted(entries, key=lambda name: (-entries[name].size, name))
         mine = by_size[ranks.rank :: ranks.size]  # about as many bytes as any other rank
-        faults = [*chain(*ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine))))]
-        if faults:
+        if faults := [*chain(*ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine))))]:
             raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
         others = ranks.first(lambda: manifest.unlisted(path, entries))
         if others and ranks.rank == 0:
@@ -76,8 +79,7 @@ class Saved:
         if technique not in kept:
             whose = f"those of {', '.join(sorted(kept))}" if kept else "none but those that were trained"
             raise CheckpointError(f"{self.path} has no weights of {technique!r}; it has {whose}")
-        trained = {name for name in self.tensors if name.startswith(MODEL)} - kept[technique].keys()
-        if trained:
+        if trained := {name for name in self.tensors if name.startswith(MODEL)} - kept[technique].keys():
             names = listed(name.removeprefix(MODEL) for name in trained)
             log.info(f"weights of {technique}: it keeps none of {names}, which are as they were trained")
         return replace(self, index=replace(self.index, tensors={**self.index.tensors, **kept[technique]}))
@@ -128,20 +130,24 @@ class Saved:
         """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
         entry = self.tensors.get(name)
         if entry is None:
-            told = f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
-            raise CheckpointError(told)
+            what = f"{manifest.STATE} names {name}, which is not in the checkpoint"
+            raise CheckpointError(f"{self.path} is damaged: {what}")
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
 def _saved_by(stored: StoredTensor) -> int:
-    """How many ranks saved one each."""
     return stored.shape[0] if stored.stacked else 1
 
 
 def load(
-    saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
-    states: Mapping[str, Any] | None, stacks: Stacks, changed: Sequence[str],
-) -> Any:  # fmt: skip
+    saved: Saved,
+    parts: Sequence[ModelPart],
+    optimizer: Optimizer,
+    ranks: Ranks,
+    states: Mapping[str, Any] | None,
+    stacks: Stacks,
+    changed: Sequence[str],
+) -> Any:
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
 
     states, changed: see `Checkpointer.load`.  stacks: of this run's mesh.
@@ -230,9 +236,8 @@ def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> 
             for name, shape in chain(*(each.items() for each in everyone))
             if there.get(name, shape) != shape
         }
-        return listed_faults({
-            "it lacks": wanted - there.keys(), "the model lacks": there.keys() - wanted, "shapes differ in": unlike
-        })  # fmt: skip
+        faults = {"it lacks": wanted - there.keys(), "the model lacks": there.keys() - wanted}
+        return listed_faults(faults | {"shapes differ in": unlike})
 
     if faults := ranks.first(misfits):
         raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {faults}")
@@ -250,7 +255,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> None:
+def _check_optimizer(saved: Saved, optimizer: Optimizer, changed: Sequence[str]) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
     if before not in (None, now):
         why = f" ({'; '.join(changed)})" if changed else ""
@@ -260,15 +265,13 @@ def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, changed: Se
         )
 
 
-def _empty_slots(
-    saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Parameter -> slot -> tensor to read into, for all optimizer state the checkpoint has of these parameters.
+def _empty_slots(saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]) -> Slots:
+    """Tensors to read into, for all optimizer state the checkpoint has of these parameters.
 
     Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step. State in
     the dtype that the weights had there gets the one that they have here, as an optimizer makes it.
     """
-    slots: dict[str, dict[str, Any]] = {}
+    slots: Slots = {}
     for name, entry in saved.tensors.items():
         parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
         if name.startswith(OPTIMIZER) and parameter in updated:
@@ -285,9 +288,8 @@ def _empty_slots(
 
 
 def _give(
-    optimizer: torch.optim.Optimizer, updated: Mapping[str, Sequence[Trained]],
-    slots: dict[str, dict[str, Any]], values: Mapping[str, Any],
-) -> None:  # fmt: skip
+    optimizer: Optimizer, updated: Mapping[str, Sequence[Trained]], slots: Slots, values: Mapping[str, Any]
+) -> None:
     """Hand state to the optimizer, to each holder of a parameter its own."""
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")

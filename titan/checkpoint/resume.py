@@ -1,10 +1,7 @@
-"""Resuming under a changed TOML: which keys may change freely, which take effect from now on or not at all, which are
-refused.
+"""Resuming under a changed TOML: changed keys that affect training are logged or rejected, with both values.
 
-On resume, changed keys that affect training are logged or rejected, with both values. Keys that only say how and where
-a run is carried out leave the curve as it is, and are not mentioned.
-
-A key or section that the saved job lacks counts as having its default.
+Keys that only say how and where a run is carried out leave the curve as it is, and are not mentioned. A key or section
+that the saved job lacks counts as having its default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +16,8 @@ from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]
 
-FREE = (
-    "run.", "mesh.", "metrics.", "comm.", "checkpoint.", "validation.", "data.cache", "data.workers",
-    "data.prepare_workers", "train.micro_batch_size", "train.gc_every",
-)  # fmt: skip
+_SECTIONS = ("run.", "mesh.", "metrics.", "comm.", "checkpoint.", "validation.")
+FREE = (*_SECTIONS, "data.cache", "data.workers", "data.prepare_workers", "train.micro_batch_size", "train.gc_every")
 """Keys that say how and where a run is carried out, not what it computes."""
 
 DATA = ("data.", "tokenizer.", "run.seed")
@@ -55,9 +50,7 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokeni
 
     saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  other_tokenizer: a sentence
     where the weights were trained with another one.
-
-    Raises:
-        ConfigError: a changed key does not allow to resume; lists all such keys with both values.
+    Raises ConfigError: a changed key does not allow to resume; lists all such keys with both values.
     """
     changes = list(differences(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
@@ -100,7 +93,7 @@ def _in(change: Difference, keys: tuple[str, ...]) -> bool:
 
 
 def _initial(now: Table) -> Iterator[str]:
-    """Keys of a job whose values only new runs read."""
+    # What only new runs read.
     for path, config in declared_tables(now):
         yield from (".".join(map(str, (*path, each.key))) for each in options_of(config) if each.spec.initial)
 

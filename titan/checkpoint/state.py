@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, REST, TECHNIQUES
 from titan.contracts import Alike, Mesh, ModelPart, Own, PerRank
@@ -57,11 +58,11 @@ def model_tensors(parts: Iterable[ModelPart]) -> dict[str, list[Tensor]]:
 
 
 def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
-    """One of the holders of each name: the one that is saved, and read into."""
+    """The holder of each name that is saved, and read into."""
     return {name: held[0] for name, held in holders.items()}
 
 
-def trained(parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, list[Trained]]:
+def trained(parts: Iterable[ModelPart], optimizer: Optimizer) -> dict[str, list[Trained]]:
     """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     holders: dict[str, list[Trained]] = {}
@@ -72,13 +73,10 @@ def trained(parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer) -> dic
     return holders
 
 
-def optimizer_state(
-    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
+def optimizer_state(parts: Iterable[ModelPart], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
 
-    Raises:
-        PluginError: it holds neither tensor nor number, or a plain tensor where each rank has a shard.
+    A PluginError where it holds neither tensor nor number, or a plain tensor where each rank has a shard.
     """
     tensors, values = {}, {}
     kind = type(optimizer).__name__
@@ -121,8 +119,7 @@ def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[st
             keep(path, value)
             return {TENSOR: path}
         if isinstance(value, Mapping):
-            wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
-            if wrong:
+            if wrong := [key for key in value if not isinstance(key, str) or key.startswith("$")]:
                 raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings without $")
             return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -139,9 +136,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
     """The inverse of `separate`; tuples come back as lists.
 
     rank: whose `Own` tensors to take; None leaves those tables empty.  tensor: the one of a name.  where: the file.
-
-    Raises:
-        CheckpointError: a tensor is said to stand elsewhere than where it belongs, where it could pass for another.
+    Raises CheckpointError: a tensor is said to stand elsewhere than where it belongs, where it could pass for another.
     """
     if isinstance(value, list):
         return [rejoin(item, rank, tensor, where, f"{path}.{index}") for index, item in enumerate(value)]
@@ -152,8 +147,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
     keys = value.get("keys")
     if value == {_OWN: path, "keys": keys} and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
         return {} if rank is None else {key: tensor(f"{path}.{rank}.{key}") for key in keys}
-    strange = [key for key in value if key.startswith("$")]
-    if strange:
+    if strange := [key for key in value if key.startswith("$")]:
         raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, which no save writes")
     return {key: rejoin(item, rank, tensor, where, f"{path}.{key}") for key, item in value.items()}
 
@@ -174,8 +168,8 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
         if "cuda" in states and device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
     except (RuntimeError, TypeError) as error:
-        told = f"the random number generator state of the checkpoint cannot be restored: {error}"
-        raise CheckpointError(told) from error
+        what = "the random number generator state of the checkpoint"
+        raise CheckpointError(f"{what} cannot be restored: {error}") from error
 
 
 class Place(NamedTuple):
@@ -208,8 +202,7 @@ class Stacked(NamedTuple):
 class Stacks:
     """Which tensors each rank along an axis has of its own; a checkpoint has them as one, [ranks, ...].
 
-    What techniques declare to be each rank's; with an axis of workers also weights, optimizer state, and what
-    techniques do not declare alike.
+    These are what techniques declare; with workers also weights, optimizer state, and what they do not declare alike.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -262,9 +255,7 @@ def _declared(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
             yield from _declared(value, f"{path}.{key}")
 
 
-def collect(
-    parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks
-) -> Snapshot:
+def collect(parts: Sequence[ModelPart], optimizer: Optimizer, rest: Any, rank: int, stacks: Stacks) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
     tensors = firsts(model_tensors(parts))  # first: it may put back what the optimizer's state is found by
     slots, values = optimizer_state(parts, optimizer)
@@ -287,12 +278,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _plain_part(tensor: Tensor) -> Tensor:
-    """The same as a plain tensor: another type would need its package wherever the values are read."""
     values = local_part(tensor)
     if type(values) is Tensor:
         return values
-    plain = torch.empty(values.shape, dtype=values.dtype)  # on the host: it may be larger than what is kept
-    return plain.copy_(values)
+    # Another type would need its package wherever the values are read. On the host: it may be larger than what is kept.
+    return torch.empty(values.shape, dtype=values.dtype).copy_(values)
 
 
 class Aside:

@@ -54,8 +54,7 @@ class Planner:
         self._ranks = ranks
         self._table: Table | None = None
         self._mine: Sequence[int] = ()
-        self.plan: SavePlan | None = None
-        """On rank 0."""
+        self.plan: SavePlan | None = None  # on rank 0
 
     def choose(self, tensors: Mapping[str, Tensor | Stacked]) -> list[str]:
         """The names of the tensors of which this rank writes its part; all ranks together."""
@@ -102,8 +101,7 @@ def box_of(tensor: Tensor | Stacked) -> tuple[tuple[int, ...], tuple[int, ...]]:
     PyTorch's own `__create_chunk_list__` names other rows than a rank holds where FSDP shards uneven slices of tensor
     parallelism: of 257 rows over 4 x 2 ranks, the last shard of the first slice has 30, not 31.
 
-    Raises:
-        CheckpointError: what the rank holds is not what its placements say.
+    Raises CheckpointError: what the rank holds is not what its placements say.
     """
     if isinstance(tensor, Stacked):
         offsets, sizes = box_of(tensor.own)
@@ -148,10 +146,7 @@ def _whole_storage(values: Tensor, tensor: Tensor | Stacked) -> Tensor:
 
 
 class _DataFile(io.RawIOBase):
-    """A data file that is hashed and synced by other threads while it is written. size: bytes so far.
-
-    A write returns when its bytes are hashed: they are the tensor's own memory, of which no copy is made.
-    """
+    """A data file that is hashed and synced by other threads while it is written. size: bytes so far."""
 
     def __init__(self, file: BinaryIO, aside: Executor) -> None:
         self._file, self._aside, self.digest, self.size = file, aside, hashlib.sha256(), 0
@@ -178,6 +173,7 @@ class _DataFile(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
+        # It returns when the bytes are hashed: they are the tensor's own memory, of which no copy is made.
         hashed = self._aside.submit(self.digest.update, data) if len(data) >= HASHED_ASIDE else None
         try:
             self._file.write(data)
@@ -219,9 +215,7 @@ def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
         raise type(error)(f"checkpoint {path} cannot be read: {error}") from error
 
 
-def _read_chunk(
-    file: BinaryIO, target: Tensor, origin: Sequence[int], index: Index, name: str, number: int
-) -> None:  # fmt: skip
+def _read_chunk(file: BinaryIO, target: Tensor, origin: Sequence[int], index: Index, name: str, number: int) -> None:
     """Copy what a chunk and this rank's part of a tensor, which begins at `origin`, share."""
     stored = index.tensors[name]
     where, start, length = index.place(stored.first + number)

@@ -1,16 +1,15 @@
 """State of techniques: merged over all ranks when it is saved, and distributed again on a load.
 
-Ranks of different stages hold different state, so each returns its own. Tables are merged key by key; a tensor is saved
-under its name from a rank that has it, the shards of a DTensor together. A value that several ranks return under one
-name is saved once and must be equal on all of them, or the save is refused. On a load, plain values go to every rank. A
-tensor goes to the ranks that name it in their own state at that moment, or to all ranks if none does.
+Each rank returns its own. Tables are merged key by key; a tensor is saved under its name from a rank that has it, the
+shards of a DTensor together. What several ranks return under one name must be equal, or the save is refused. On a load,
+plain values go to every rank. A tensor goes to the ranks that name it in their own state then, or to all if none does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +37,27 @@ class Print(NamedTuple):
     digest: bytes
 
 
+Keys = tuple[str, ...]
+"""Where a value stands in the tables of techniques."""
+
 Given = tuple[Mapping[str, Any], Mapping[str, Print]]
 """What one rank gives: tables by technique, and the print of each tensor that others may give too."""
 
 
 def given(snapshot: Snapshot) -> Given:
     """What this rank gives, with the values of its snapshot."""
+    own = {name: each.own if isinstance(each, Stacked) else each for name, each in snapshot.tensors.items()}
+
+    def can_differ(name: str) -> bool:
+        """Whether ranks could hold the tensor differently under one name, which DCP would not notice."""
+        if name.startswith(f"{PREFIX}."):
+            return snapshot.local[name].numel() > 0
+        if not name.startswith(OPTIMIZER) or not own[name].ndim or hasattr(own[name], "to_local"):
+            return False
+        return hasattr(own[MODEL + name.removeprefix(OPTIMIZER).rpartition(".")[0]], "to_local")
+
     prints = {}
-    for name in _told_apart(snapshot):
+    for name in filter(can_differ, own):
         tensor, values = snapshot.tensors[name], snapshot.local[name]
         digest = hashlib.blake2b(f"{values.dtype} {list(values.shape)}".encode(), digest_size=16)
         digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -53,22 +65,10 @@ def given(snapshot: Snapshot) -> Given:
     return snapshot.rest.get(TECHNIQUES, {}), prints
 
 
-def _told_apart(snapshot: Snapshot) -> Iterator[str]:
-    """Tensors that ranks could hold differently under one name, which DCP would not notice."""
-    own = {name: each.own if isinstance(each, Stacked) else each for name, each in snapshot.tensors.items()}
-    for name, tensor in own.items():
-        if name.startswith(f"{PREFIX}.") and snapshot.local[name].numel():
-            yield name
-        elif name.startswith(OPTIMIZER) and tensor.ndim and not hasattr(tensor, "to_local"):
-            parameter = name.removeprefix(OPTIMIZER).rpartition(".")[0]
-            if hasattr(own[MODEL + parameter], "to_local"):
-                yield name
-
-
 def united(everyone: Sequence[Given]) -> dict[str, Any]:
     """The tables of all ranks in one; a CheckpointError where two ranks give something else under one name."""
     tables: dict[str, Any] = {}
-    givers: dict[tuple[str, ...], int] = {}
+    givers: dict[Keys, int] = {}
     seen: set[str] = set()  # most ranks of a stage give the same
     for rank, (given_tables, _) in enumerate(everyone):
         if (text := _text(given_tables)) not in seen:
@@ -93,10 +93,7 @@ def united(everyone: Sequence[Given]) -> dict[str, Any]:
     return tables
 
 
-def _unite(
-    into: dict[str, Any], table: Mapping[str, Any], rank: int, givers: dict[tuple[str, ...], int],
-    path: tuple[str, ...] = (),
-) -> None:  # fmt: skip
+def _unite(into: dict[str, Any], table: Mapping[str, Any], rank: int, givers: dict[Keys, int], path: Keys = ()) -> None:
     for key, value in table.items():
         at = (*path, key)
         first = givers.setdefault(at, rank)

@@ -22,20 +22,13 @@ from titan.terminal import warn_once
 
 
 def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
-    """The folder that a user's path means: a Hugging Face folder, a checkpoint, or the newest of a run.
-
-    option: where the user gave it.  Raises a CheckpointError where there are no weights.
-    """
+    """The folder that a user's path means: a Hugging Face folder, or as `folders.choose`. option: where it stands."""
     path = expanded(given, option)
     return path if folders.is_hf(path) else folders.choose(str(given), option)
 
 
 def stored_rest(path: Path) -> dict[str, Any]:
-    """What a checkpoint of titan's holds beside tensors, as `Run.rest` gave it.
-
-    Raises:
-        CheckpointError: it cannot be read; so do all functions below.
-    """
+    """What a titan checkpoint holds beside tensors, as `Run.rest` gave it; a CheckpointError if it cannot be read."""
     rest: dict[str, Any] = folders.read_state(path)["rest"]
     for key, kind in {"dropped": int, "valid_tokens": int, "tokenizer": dict}.items():
         if type(rest.get(key, kind())) is not kind:
@@ -52,17 +45,14 @@ def is_trained(path: Path) -> bool:
 
 
 def stored_tokenizer(path: Path) -> Identity:
-    """What a checkpoint of titan's says of its tokenizer, no copy outside its folder."""
+    """What a titan checkpoint says of its tokenizer, no copy outside its folder."""
     table = stored_rest(path).get("tokenizer", {})
-    name, fingerprint, copies = table.get("name"), table.get("fingerprint"), table.get("copies")
+    plugin, fingerprint, copies = table.get("name"), table.get("fingerprint"), table.get("copies")
     names = copies.values() if isinstance(copies, dict) else [] if copies is None else [None]
-    if not (isinstance(name, str) and isinstance(fingerprint, str) and all(map(_is_name, names))):
+    valid = all(isinstance(name, str) and (not name or is_checkpoint_file(f"{TOKENIZER}/{name}")) for name in names)
+    if not (valid and isinstance(plugin, str) and isinstance(fingerprint, str)):
         raise CheckpointError(f"{path / STATE} gives no valid name, fingerprint and copies of a tokenizer")
-    return Identity(name=name, fingerprint=fingerprint, copies=copies)
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and (not name or is_checkpoint_file(f"{TOKENIZER}/{name}"))
+    return Identity(name=plugin, fingerprint=fingerprint, copies=copies)
 
 
 def tokenizer_table(path: Path) -> dict[str, Any] | None:
@@ -80,12 +70,9 @@ def tokenizer_table(path: Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
-    """Hold the tokenizer of a job against the one that the weights of a folder belong to.
+    """Raise a ConfigError where a job's tokenizer is not that of a folder's weights, or cannot be compared.
 
-    change: `checkpoint.change_tokenizer`; another one is then only told.
-
-    Raises:
-        ConfigError: it is another one, or cannot be compared.
+    change: `checkpoint.change_tokenizer`: it is then only told.
     """
     try:
         _compare(path, tokenizer)
@@ -98,7 +85,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
 
 
 def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
-    """A sentence where the weights of a folder belong to another tokenizer than a job's; else empty."""
+    """What `check_tokenizer` would raise, as a sentence; else empty."""
     try:
         check_tokenizer(path, tokenizer, change=False)
     except ConfigError as error:
@@ -136,10 +123,7 @@ def made_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks, technique: str = "") -> None:
-    """Fill the parts' tensors, in place, at any layout; all ranks together.
-
-    technique: whose weights to take in place of the trained ones (see `Technique.state_dict`).
-    """
+    """Fill the parts' tensors, in place, at any layout; all ranks together. technique: see `Technique.state_dict`."""
     if folders.is_hf(path):
         refuse_technique(path, technique)
         huggingface.load(path, model, parts, ranks)

@@ -40,8 +40,7 @@ def locals_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor like this one in the host's memory, a DTensor with its shard there; page-locked where
-    `tensor` is on an accelerator."""
+    """An uninitialised tensor like this one in the host's memory (a DTensor's shard), page-locked for accelerators."""
     return with_inner(tensor, _plain_host_like)
 
 

@@ -95,14 +95,12 @@ class Loss(Plugin, ABC):
     def measure(self) -> Mapping[str, Tensor | None]:
         """What this rank adds to a row, as `Technique.measure`: each name in `measures` -> a value, or None.
 
-        None on ranks without the last pipeline stage, which have computed no loss. `compute` is called in validation
-        too, under `torch.no_grad`.
+        None on ranks without the last pipeline stage. `compute` is called in validation too, under `torch.no_grad`.
         """
         return {}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The cost of a step with this loss's operations at the end of `costs.head`: a changed copy. The planner alone
-        calls it, after the techniques that do not split the model and before the optimizer."""
+        """The cost of a step with this loss's operations at the end of `costs.head`: a changed copy for planners."""
         return costs
 
 
@@ -149,8 +147,8 @@ class Optimizer(Plugin, ABC):
         """An optimizer over these parameters, plain or DTensors. Each group's `lr` is the peak rate.
 
         Called once on every rank with the parameters of its parts, materialized, before a checkpoint is loaded. In each
-        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients (or see
-        `takes_grad_scale`), unless loss or norm are not finite, then `zero_grad()`. `step()` may use collectives.
+        step the trainer sets `lr`, calls `step()` with clipped gradients (or see `takes_grad_scale`), unless loss or
+        norm are not finite, then `zero_grad()`. `step()` may use collectives.
 
         State tensors have the shape and placement of their parameter, or are scalars, so that a checkpoint loads at any
         layout. A tensor of another shape is plain, whole and the same on all ranks that hold the parameter.
@@ -165,37 +163,32 @@ class Optimizer(Plugin, ABC):
         return ()
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The cost of a step with this optimizer's `PersistentState` and `update_bytes`, likewise after the loss."""
+        """The cost of a step with this optimizer's `PersistentState` and `update_bytes`: called after the loss's."""
         return costs
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
-        """One line for the start of the run; empty for none. By default name, number of parameters, and options.
-
-        Called once on every rank with the same parameters as `build`; no collectives.
-        """
+        """One line for the start of the run; empty for none. Called once on every rank, as `build`; no collectives."""
         millions = sum(named.parameter.numel() for named in parameters) / 1e6
         options = "".join(f", {key} = {json.dumps(value)}" for key, value in as_table(self.config).items())
         return f"{self.name}: {millions:.3g} M parameters in {len(parameters)} tensors{options}"
 
 
 Group = dict[str, Any]  # of `param_groups`: "params" and their options
+Groups = Mapping[nn.Parameter, Group]
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Group]:
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
     """The group of each parameter, as `update_some` finds it."""
     return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def update_some(
-    optimizer: torch.optim.Optimizer,
-    parameters: Iterable[nn.Parameter],
-    groups: Mapping[nn.Parameter, Group] | None = None,
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], groups: Groups | None = None
 ) -> None:
     """Step a separable optimizer for these of its parameters alone; the others, and their state, stay as they are.
 
-    Called with each parameter once, in any division, it does what one `optimizer.step()` does. The step's own
-    `optimizer.step()` follows, by which state that goes to the host's memory has arrived.
-    groups: `groups_of(optimizer)`, which each call without it makes anew.
+    Called with each parameter once, it does what one `optimizer.step()` does. The step's own `optimizer.step()`
+    follows, by which state that goes to the host has arrived.  groups: `groups_of(optimizer)`; None: made anew.
     """
     with only(optimizer, parameters, groups):
         optimizer.step()
@@ -203,9 +196,7 @@ def update_some(
 
 @contextmanager
 def only(
-    optimizer: torch.optim.Optimizer,
-    parameters: Iterable[nn.Parameter],
-    groups: Mapping[nn.Parameter, Group] | None = None,
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], groups: Groups | None = None
 ) -> Iterator[None]:
     """A separable optimizer has these of its parameters alone while the context is open; arguments: `update_some`."""
     found = groups_of(optimizer) if groups is None else groups

@@ -1,7 +1,7 @@
 """What optimizers are made of: PyTorch's AdamW on shards, and several optimizers as one, for groups of parameters."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,15 +64,13 @@ class SwitchingOptimizer(JoinedOptimizer):
 
     def eval(self) -> None:
         """Weights for evaluation."""
-        self._switch("eval")
+        for optimizer in self.optimizers:
+            getattr(optimizer, "eval", lambda: None)()
 
     def train(self) -> None:
         """The weights that are trained."""
-        self._switch("train")
-
-    def _switch(self, mode: Literal["eval", "train"]) -> None:
         for optimizer in self.optimizers:
-            getattr(optimizer, mode, lambda: None)()
+            getattr(optimizer, "train", lambda: None)()
 
 
 def with_switches(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -69,8 +69,7 @@ class Tokenizer(Plugin, ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without the end id. Text that looks like a special token is ordinary text.
 
-        Raises:
-            DataError: the tokenizer has no ids for the text; the caller adds the place.
+        Raises a DataError where the tokenizer has no ids for the text; the caller adds the place.
         """
 
     @abstractmethod
@@ -81,10 +80,7 @@ class Tokenizer(Plugin, ABC):
         """Name -> content of the files that the tokenizer is built from, for a checkpoint to keep; called on rank 0.
 
         By default the files that options with `path` name. From the copies the same tokenizer is built: an option that
-        names a file is given that copy, one that names a folder their folder.
-
-        Raises:
-            DataError: one cannot be read.
+        names a file is given that copy, one that names a folder their folder. A DataError where one cannot be read.
         """
         named = [option for option in options_of(type(self.config)) if option.spec.path]
         values = {option.key: getattr(self.config, option.field) for option in named}
@@ -118,18 +114,14 @@ class Dataset(Plugin, ABC):
         """All files that `documents` reads, in one order in every process; their contents are the dataset's identity.
 
         Called when the run's data is opened: on rank 0, and on the first rank of a node whose cache lacks the tokens.
-
-        Raises:
-            DataError: there is none.
+        Raises a DataError where there is none.
         """
 
     def documents(self, file: Path) -> Iterator[Document]:
         """The documents of one of the files, in order; read lazily, as a file may be larger than memory.
 
-        Called once per file, in worker processes: the plugin is made again there from its config.
-
-        Raises:
-            DataError: something cannot be read; names the place.
+        Called once per file, in worker processes: the plugin is made again there from its config. Raises a DataError
+        that names the place where something cannot be read.
         """
         raise NotImplementedError
 

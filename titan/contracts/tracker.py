@@ -101,9 +101,7 @@ class Tracker(Plugin, ABC):
         """The run ends, by its last step or by an error."""
 
 
-def annotated(
-    phase: Literal["data", "forward and backward", "gradients", "optimizer"],
-) -> AbstractContextManager[Any]:
+def annotated(phase: Literal["data", "forward and backward", "gradients", "optimizer"]) -> AbstractContextManager[Any]:
     """The body is this phase of a step in the trace of torch.profiler, under the name `titan: PHASE`.
 
     data: the wait for the loader.  gradients: what techniques reduce after the passes of all micro batches. Without a

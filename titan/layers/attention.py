@@ -1,8 +1,7 @@
 """Causal attention, the one module of a model in which positions see each other.
 
-Each layer of a model has an `AttentionCore`, and the spec names it (`ModelSpec.attention`). A technique may give a core
-another operation, as may a key-value cache. All operations take and return plain tensors, so that recomputation,
-compilation and pipelines need to know nothing of them.
+Each layer of a model has an `AttentionCore`, and the spec names it (`ModelSpec.attention`). A technique or a key-value
+cache may give a core another operation. All operations take and return plain tensors.
 """
 
 # B rows, S tokens of this forward, T tokens of the whole sequence, H query heads, K key-value heads, N head_dim.
@@ -31,8 +30,7 @@ Fact = Literal["window", "scale", "soft_cap", "slopes"]
 
 def document_mask(documents: Tensor) -> Tensor:
     """Which position attends to which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril_()
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril_()
 
 
 def alibi(slopes: Sequence[float], distance: Tensor) -> Tensor:
@@ -70,8 +68,7 @@ def attend_unfused(
     """The same as `attend`, as separate operations: scores [B, H, S, S] pass through memory in q's dtype.
 
     Backward needs the softmax of the scores: B H S^2 numbers, which recompute modes "attention" and "selective" do not
-    keep; with a soft cap it needs the tanh too. It holds two tensors of that size besides: the gradients of the
-    probabilities and of the scores.
+    keep; with a soft cap the tanh too. It holds two more such tensors, the gradients of probabilities and of scores.
 
     mask, scale: as in `attend`. With a mask k and v may have another number of positions than q.
     soft_cap: c: scaled scores s become c tanh(s / c) before they are masked (Gemma 2, arXiv 2408.00118); 0: they stay.
@@ -134,10 +131,8 @@ class AttentionCore(nn.Module):
 
         A pipeline copies modules: an operation that holds a module, a technique or a process group is copied with it.
 
-        by: name of the technique.
-        follows: what the operation does if the core has it. It reads the core's attributes when it is called.
+        by: name of the technique.  follows: what the operation does if the core has it, by its attributes when called.
         wraps: the operation calls the one before, `operation` or `attend`, and so follows all that it does.
-
         PluginError: another technique has replaced the operation, or this one would leave out what the model's
             attention does, or `follows` has an unknown name.
         """
@@ -246,24 +241,14 @@ def _new_mask(
 
 
 def attention_cost(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    window: int = 0,
-    scores_written: bool = False,
-    soft_cap: bool = False,
-    biased: bool = False,
+    heads: int, kv_heads: int, head_dim: int, *, scores_written: bool = False, soft_cap: bool = False
 ) -> Attention:
     """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
 
     With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
     softmax of the scores in the compute dtype instead: S numbers per token and head. Backward holds two copies more.
 
-    heads, kv_heads: query heads and key-value heads, before any split.  head_dim, window: as in `AttentionCore`.
-    scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
-    soft_cap: whether scores have a soft cap: they are written then, and their tanh is saved too.
-    biased: whether heads have ALiBi slopes: their mask is of S x S for each head.
+    Arguments: as in `titan.contracts.base.cost.Attention`. Scores with a soft cap are written, and their tanh is saved.
     """
     inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
     statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
@@ -271,7 +256,5 @@ def attention_cost(
     written = scores_written or soft_cap
     saved = (inputs_and_output, replace(scores, numel=(1 + soft_cap) * heads) if written else statistics)
     scratch = (replace(scores, numel=2 * heads),) if written else ()
-    return Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, biased=biased, soft_cap=soft_cap,
-        scores_written=written, scratch=scratch, saved=saved,
-    )  # fmt: skip
+    core = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, soft_cap=soft_cap)
+    return replace(core, scores_written=written, scratch=scratch, saved=saved)

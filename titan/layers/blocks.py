@@ -8,7 +8,7 @@ tensor parallelism treats its modules.
 # Under tensor parallelism H, K and F are a rank's own share: no forward reads them from a config.
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
@@ -64,7 +64,9 @@ class Heads:
 
     def part(self) -> LayerPart:
         """`SelfAttention` as data, under the name `attn`."""
-        d, q, kv, bias = self.dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.bias
+        d, n, n_heads, n_kv_heads, bias = self.dim, self.head_dim, self.n_heads, self.n_kv_heads, self.bias
+        q, kv = n_heads * n, n_kv_heads * n
+        core = attention_cost(n_heads, n_kv_heads, n, scores_written=self.unfused, soft_cap=self.soft_cap > 0)
         norms = {"attn.q_norm": q, "attn.k_norm": kv} if self.norm_eps is not None else {}
         wide = self.wide_norm
         # What stays is copied beside what is rotated.
@@ -72,15 +74,12 @@ class Heads:
         operations = (
             cost.shared(d, 3),
             cost.linear("attn.wq", d, q, saved=d, bias=bias),
-            cost.linear("attn.wk", d, kv, bias=bias), cost.linear("attn.wv", d, kv, bias=bias),
-            *(_norm_of_heads(name, numel, numel if wide else self.head_dim) for name, numel in norms.items()),
+            *(cost.linear(f"attn.{name}", d, kv, bias=bias) for name in ("wk", "wv")),
+            *(_norm_of_heads(name, numel, numel if wide else n) for name, numel in norms.items()),
             *((cost.Elementwise(region="tp_sharded", forward=moved, backward=moved),) if self.rotary else ()),
-            attention_cost(
-                self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused,
-                soft_cap=self.soft_cap > 0, biased=bool(self.slopes),
-            ),
+            replace(core, window=self.window, biased=bool(self.slopes)),
             cost.linear("attn.wo", q, d, bias=bias),
-        )  # fmt: skip
+        )
         columns: dict[str, TensorStyle] = dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), "column")
         styles: dict[str, TensorStyle] = dict.fromkeys(norms, "wide_norm" if wide else "qk_norm")
         return LayerPart(operations, {"attn": "gather", **columns, "attn.wo": "row", **styles})
@@ -89,10 +88,10 @@ class Heads:
 def _norm_of_heads(module: str, numel: int, width: int) -> cost.Elementwise:
     """An RMSNorm of a rank's own heads of `numel` features in all, `width` at a time: as that of hidden states."""
     statistics = cost.SavedTensor(numel=numel / width, region="tp_sharded" if width < numel else "seq_full", itemsize=4)
+    saved = cost.saved_by_rms_norm(numel, statistics, "tp_sharded")
     return cost.Elementwise(
-        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width,
-        saved=cost.saved_by_rms_norm(numel, statistics, "tp_sharded"),
-    )  # fmt: skip
+        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width, saved=saved
+    )
 
 
 class SelfAttention(nn.Module):
@@ -103,7 +102,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
-        d, n, eps = heads.dim, heads.head_dim, heads.norm_eps
+        d, n, eps, cap = heads.dim, heads.head_dim, heads.norm_eps, heads.soft_cap
         q, kv = heads.n_heads * n, heads.n_kv_heads * n
         self.head_dim, self.wide_norm = n, heads.wide_norm
         self.wq = nn.Linear(d, q, bias=heads.bias)
@@ -112,9 +111,8 @@ class SelfAttention(nn.Module):
         self.k_norm = None if eps is None else nn.RMSNorm(kv if heads.wide_norm else n, eps=eps)
         self.wo = nn.Linear(q, d, bias=heads.bias)
         self.core = AttentionCore(
-            window=heads.window, scale=heads.scale, soft_cap=heads.soft_cap, slopes=heads.slopes,
-            writes_scores=heads.unfused,
-        )  # fmt: skip
+            window=heads.window, scale=heads.scale, soft_cap=cap, slopes=heads.slopes, writes_scores=heads.unfused
+        )
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, R/2] -> [B, S, D]."""
@@ -156,10 +154,11 @@ def swiglu(dim: int, ffn_dim: int) -> LayerPart:
     d, f = dim, ffn_dim
     operations = (
         cost.shared(d, 2),
-        cost.linear("ffn.w1", d, f, saved=d), cost.linear("ffn.w3", d, f),
+        cost.linear("ffn.w1", d, f, saved=d),
+        cost.linear("ffn.w3", d, f),
         cost.Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=cost.saved_by_gate(f)),
         cost.linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
-    )  # fmt: skip
+    )
     return LayerPart(operations, {"ffn": "gather", "ffn.w1": "column", "ffn.w3": "column", "ffn.w2": "row"})
 
 
@@ -230,15 +229,10 @@ class PreNormLayer(nn.Module):
 
 
 def pre_norm(dim: int, attn: LayerPart, ffn: LayerPart, *, vectors: int, dropout: bool = False) -> LayerPart:
-    """`PreNormLayer` as data.
-
-    vectors: weight vectors of a norm, 1 for RMSNorm and 2 for LayerNorm.  dropout: whether both are there.
-    """
+    """`PreNormLayer` as data. vectors: of a norm, 1 for RMSNorm and 2 for LayerNorm.  dropout: both are there."""
     added = (*((dropout_cost(dim),) if dropout else ()), cost.residual(dim))
-    operations = (
-        cost.norm("attn_norm", dim, vectors, vectors), *attn.operations, *added,
-        cost.norm("ffn_norm", dim, vectors, vectors), *ffn.operations, *added,
-    )  # fmt: skip
+    attn_norm, ffn_norm = (cost.norm(name, dim, vectors, vectors) for name in ("attn_norm", "ffn_norm"))
+    operations = (attn_norm, *attn.operations, *added, ffn_norm, *ffn.operations, *added)
     tensor: dict[str, TensorStyle] = {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor}
     drawn = ("attn_dropout", "ffn_dropout") if dropout else ()
     return LayerPart(operations, tensor, (*attn.draws, *ffn.draws, *drawn))

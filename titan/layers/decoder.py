@@ -119,8 +119,7 @@ class Decoder(nn.Module):
             more = (seeds, positions < lengths[:, None])
         for layer in self.layers.values():
             x = layer(x, positions, documents, rope, *more)
-        if self.norm is not None:
-            x = self.norm(x)
+        x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x)
 
 

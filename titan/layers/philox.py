@@ -28,9 +28,8 @@ _ROUNDS = 10
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four random words from a counter of four words and a key of two.
 
-    counter, key: int64 tensors of words from 0 to 2^32 - 1, of shapes that broadcast.
-
-    Returns int64 tensors of words. Products of two words wrap in int64, which leaves their bits right.
+    All are int64 tensors of words from 0 to 2^32 - 1, of shapes that broadcast. Products of two words wrap in int64,
+    which leaves their bits right.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -65,9 +64,8 @@ class RandomModule(nn.Module):
     """A module whose forward draws random numbers by position. `ModelSpec.draws` names all modules that do.
 
     A forward is called as `forward(x, seeds, positions)`: x [B, S, W], seeds [B] int64 from `row_seeds`, None in
-    evaluation, and the positions [B, S] of x in their sequences. A module draws the same numbers whenever it is called
-    with the same seeds and positions, so use each in one place. Drawing raises PluginError without seeds, and where x
-    has another shape.
+    evaluation, and the positions [B, S] of x in their sequences. The same seeds and positions draw the same numbers, so
+    use each module in one place. Drawing raises PluginError without seeds, and where x has another shape.
 
     width: W, numbers per position.
     stream: int64, from the run's seed and the module's canonical name: the key of its numbers. The host sets it.

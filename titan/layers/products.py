@@ -13,6 +13,7 @@ still multiplied in bf16.
 """
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask = ctx.saved_tensors
-        return *attention_backward(grad, q, k, v, out, lse, mask is None, mask, ctx.scale), None, None
+        return *attention_backward((grad, q, k, v, out), lse, mask is None, mask, ctx.scale), None, None
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -108,15 +109,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given: Sequence[Tensor], lse: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by PyTorch's flash kernel for CPUs, in float32 where `in_float32` says so.
 
-    grad, out: [B, H, S, N].  lse: log of the sums of the softmax, [B, H, S], float32.  mask: instead of `causal`.
+    given: gradient, q, k, v and output, [B, H, S, N].  lse: log of the softmax's sums, [B, H, S].  mask: not `causal`.
     """
-    given, dtype = (grad, q, k, v, out), q.dtype
-    if in_float32(q):
-        given, mask = tuple(t.float() for t in given), None if mask is None else mask.float()  # type: ignore[assignment]
+    dtype = given[1].dtype
+    if in_float32(given[1]):
+        given, mask = [t.float() for t in given], None if mask is None else mask.float()
     of_q, of_k, of_v = _flash_backward(*given, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return of_q.to(dtype), of_k.to(dtype), of_v.to(dtype)

@@ -1,9 +1,8 @@
 """Rotary positions (arXiv 2104.09864): pairs of features of queries and keys are rotated by their token's position.
 
 Feature i of a head is paired with feature i + R/2, as in Hugging Face, and rotated by `position * theta ** (-2 i / R)`:
-the first R features of a head are rotated, as a rule all N, and the others stay as they are.
-Weights in Meta's convention, which pairs neighbors, need their q and k rows permuted first. Tables are built and
-applied in float32.
+the first R features of a head, as a rule all N. Weights in Meta's convention, which pairs neighbors, need their q and k
+rows permuted first. Tables are built and applied in float32.
 """
 
 # B rows, S tokens, H heads, N head_dim, R rotated features of a head.

@@ -158,7 +158,7 @@ def _by_document_backward(
         mask, places = masks.of(queries, keys), (queries, queries, keys, keys, queries)
         own = [t[row : row + 1, :, at] for t, at in zip((grad, q, k, v, out), places, strict=True)]
         sums = lse[None, :, row, queries].contiguous()
-        found = attention_backward(*own, sums, mask is None, mask, scale)
+        found = attention_backward(own, sums, mask is None, mask, scale)
         made[0][row, :, queries] = found[0][0]
         for whole, one in zip(made[1:], found[1:], strict=True):
             part = whole[row, :, keys]

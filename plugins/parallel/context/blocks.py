@@ -150,7 +150,7 @@ def _backward_fused(
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused, scale=scale
         )
-    return attention_backward(grad, q, k, v, out, lse, causal, None, scale)
+    return attention_backward((grad, q, k, v, out), lse, causal, None, scale)
 
 
 Mask = Callable[[Tensor, slice], Tensor]

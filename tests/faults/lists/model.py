@@ -10,10 +10,10 @@ BACKENDS = "tests/unit/test_attention_backends.py"
 
 FAULTS = (
     Fault("attention that sees the next token of its document", "titan/layers/attention.py",
-        "return same.tril_()", "return same.tril_(1)", (f"{MODELS}::test_later_tokens_do_not_reach_earlier_logits",)),
+        "None, :]).tril_()", "None, :]).tril_(1)", (f"{MODELS}::test_later_tokens_do_not_reach_earlier_logits",)),
     Fault("attention that sees other documents", "titan/layers/attention.py",
-        "same = documents[:, None, :, None] == documents[:, None, None, :]",
-        "same = documents[:, None, :, None] >= documents[:, None, None, :]",
+        "(documents[:, None, :, None] == documents[:, None, None, :])",
+        "(documents[:, None, :, None] >= documents[:, None, None, :])",
         (f"{MODELS}::test_packed_documents_equal_documents_alone",)),
     Fault("query heads that look at another group's keys under a document mask", "titan/layers/attention.py",
         "t.repeat_interleave(group, dim=1)", "t.repeat(1, group, 1, 1)",

@@ -2,11 +2,8 @@
 
 A checkpoint is complete or absent. It is written under a name that ends in `.tmp` and renamed when all of it is on
 disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
-`tidy` removes. A folder with the name of a checkpoint that lacks a file is therefore damaged.
-
-A folder that cannot be removed (NFS keeps an open file as `.nfsXXXX`) is renamed and warned of once; the run continues.
-
-Used by one rank at a time; needs no torch.
+`tidy` removes. A folder with the name of a checkpoint that lacks a file is therefore damaged. One that cannot be
+removed (NFS keeps an open file as `.nfsXXXX`) is renamed, with one warning. Used by one rank at a time; needs no torch.
 """
 
 import json
@@ -36,12 +33,17 @@ _STEP = re.compile(r"step-\d{8}", re.ASCII)
 _UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed-[0-9a-f]{8})?\.tmp", re.ASCII)
 _DOOMED = re.compile(r".+\.removed-[0-9a-f]{8}\.tmp", re.ASCII)
 
+_FIELDS: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "serial", "world_size"), (int,))
+_FIELDS |= {"saved": (str,), "torch": (str,), "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,)}
+"""Types of the fields of a state.json."""
+
+
 _told: set[Path] = set()
 """What this process has said cannot be removed."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands once it is complete."""
+    """Where the complete checkpoint of a step stands."""
     return folder / f"step-{step:08d}"
 
 
@@ -98,12 +100,6 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-_FIELDS = {
-    "step": (int,), "serial": (int,), "world_size": (int,), "saved": (str,), "torch": (str,),
-    "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,),
-}  # fmt: skip
-
-
 def _check_names(path: Path) -> None:
     if lacks := lacking(path):
         raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
@@ -113,8 +109,7 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
     """What the manifest of a checkpoint lists; a CheckpointError where not all is there in the size it had."""
     _check_names(path)
     entries = manifest.read(path)
-    faults = manifest.wrong_sizes(path, entries)
-    if faults:
+    if faults := manifest.wrong_sizes(path, entries):
         raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
     return entries
 
@@ -122,8 +117,8 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
 def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     """The complete checkpoints of a folder, in the order they were committed, and the damaged ones with what is wrong.
 
-    Damage is what can be seen without reading data. The order is that of the serial numbers, not of the steps: a run
-    that started again under the same name stands at a lower step than what it left behind.
+    Damage is what can be seen without reading data. The order is not that of steps: a run that started again under the
+    same name stands at a lower step than what it left behind.
     """
     found, damaged = _serials(folder, check_sizes)
     return [path for _, path in found], damaged
@@ -159,7 +154,7 @@ def next_serial(folder: Path) -> int:
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
     """The checkpoint a user's path means: a checkpoint itself, or the newest of a run or of its checkpoints folder.
 
-    option: where the user gave it.  Raises a CheckpointError where there is no complete one; says what is missing.
+    option: where it was given.  Raises a CheckpointError where there is no complete one; says what is missing.
     """
     path = expanded(given, option)
     if is_complete(path):
@@ -212,8 +207,8 @@ def tidy(folder: Path) -> None:
 def sweep(path: Path) -> bool:
     """Remove what a save or a removal has left; returns whether it is gone. What stays is told, once.
 
-    It is renamed first: a rename often works where a removal does not, and its name is then free for the next save.
-    Half removed under the name of what was replaced, it could come back as a checkpoint.
+    Renamed first: that often works where a removal does not, its name is free for the next save, and half removed under
+    the name of what was replaced it could come back as a checkpoint.
     """
     doomed = path
     try:
@@ -233,7 +228,6 @@ def sweep(path: Path) -> bool:
 
 
 def _renamed(path: Path) -> Path:
-    """Give a folder a name that counts for nothing and that nothing else has; returns it."""
     match = _UNFINISHED.fullmatch(path.name)
     name = path.name if match is None else match[1]
     return path.rename(path.with_name(f"{name}.removed-{secrets.token_hex(4)}.tmp"))
@@ -271,9 +265,9 @@ def commit(path: Path) -> Path:
 
 
 def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
-    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. The newest always stays.
+    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. One that cannot be removed is told once.
 
-    damaged: neither counted nor removed. One that cannot be removed stays a checkpoint, and is told once.
+    damaged: neither counted nor removed.
     """
     sound = [path for path in complete(folder) if path not in damaged]
     for path in sound[:-keep] if keep > 0 else []:

@@ -41,14 +41,11 @@ TECHNIQUES = "techniques"
 """The table of the rest that holds techniques' state."""
 PREFIX = f"{REST}{TECHNIQUES}"
 
-DTYPES = {
-    f"torch.{name}": getattr(torch, name)
-    for name in (
-        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-        "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
-        "bool", "complex128", "complex64",
-    )
-}  # fmt: skip
+_TYPES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64"
+)
+DTYPES = {f"torch.{name}": getattr(torch, name) for name in _TYPES.split()}
 """Types of tensors that a checkpoint can hold."""
 
 LARGEST = 4 << 30
@@ -147,8 +144,7 @@ def grid(shape: Sequence[int], offsets: Ints, sizes: Ints) -> tuple[tuple[Ints, 
     Returns:
         The cuts of each dimension, and the number of each box's cell in row-major order; equal boxes have equal cells.
 
-    Raises:
-        ValueError: the boxes are not the cells of a grid, or leave a cell out.
+    Raises ValueError: the boxes are not the cells of a grid, or leave a cell out.
     """
     cuts: list[Ints] = []
     cells = np.zeros(len(offsets), np.int64)
@@ -218,10 +214,7 @@ def _parsed(data: bytes) -> Index:
 
 
 def check(index: Index, sizes: Mapping[str, int]) -> None:
-    """A ValueError where a tensor is larger than its place in the files, or two chunks share bytes.
-
-    sizes: bytes of each data file.
-    """
+    """A ValueError where a tensor is larger than its place in the files (`sizes`), or two chunks share bytes."""
     for name, tensor in index.tensors.items():
         if type(name) is not str or not name.startswith((MODEL, OPTIMIZER, REST)):
             raise ValueError("a tensor's name is none")

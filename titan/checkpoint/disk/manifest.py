@@ -30,6 +30,9 @@ _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHOWN = 12
 
 
+Progress = Callable[[int], object]
+
+
 class FileEntry(NamedTuple):
     """An entry of a manifest: a file as it was written. size: bytes."""
 
@@ -47,7 +50,7 @@ def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
     return {name: entry.size for name, entry in entries.items() if _DATA.fullmatch(name)}
 
 
-def entry_of(file: Path, read: Callable[[int], object] = lambda count: None) -> FileEntry:
+def entry_of(file: Path, read: Progress = lambda count: None) -> FileEntry:
     """The entry of a file as it is; `read` hears how many bytes have been read since it was last told."""
     size, digest = size_of(file), hashlib.sha256()
     try:
@@ -114,9 +117,8 @@ def unlisted(path: Path, entries: Mapping[str, FileEntry]) -> list[str]:
 
 
 def wrong_hashes(
-    path: Path, entries: Mapping[str, FileEntry], names: Iterable[str],
-    read: Callable[[int], object] = lambda count: None,
-) -> list[str]:  # fmt: skip
+    path: Path, entries: Mapping[str, FileEntry], names: Iterable[str], read: Progress = lambda count: None
+) -> list[str]:
     """Which of these files are not what was written; `read` and errors as in `entry_of`."""
     faults = []
     for name in names:

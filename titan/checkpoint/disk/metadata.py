@@ -50,6 +50,8 @@ _KNOWN = frozenset({*DTYPES, *_OBJECTS, _BYTES, _INFO, _LAYOUT, _SIZE, _FORMAT})
 
 Place = tuple[str, int, int]
 """Of a chunk: its file, first byte and length."""
+Key = tuple[str, torch.Size]  # of a chunk: (tensor, offsets)
+Chunk = tuple[torch.Size, torch.Size]  # (offsets, sizes)
 
 
 def write(path: Path, index: Index) -> None:
@@ -204,9 +206,8 @@ def _size(tree: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[tuple[str, torch.Size], Place]:
-    """(tensor, offsets) of each chunk -> its place."""
-    places: dict[tuple[str, torch.Size], Place] = {}
+def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[Key, Place]:
+    places: dict[Key, Place] = {}
     for key, value in _table(tree, "storage_data"):
         index, info = _fields(key, _INDEX), _fields(value, _INFO)
         _require(info.keys() == {"relative_path", "offset", "length"}, "the place of a chunk is no place")
@@ -220,9 +221,7 @@ def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[tuple[str, torch.Size],
     return places
 
 
-def _tensor(
-    name: str, tree: Any, stored: Mapping[tuple[str, torch.Size], Place]
-) -> tuple[torch.dtype, torch.Size, list[tuple[torch.Size, torch.Size]]]:
+def _tensor(name: str, tree: Any, stored: Mapping[Key, Place]) -> tuple[torch.dtype, torch.Size, list[Chunk]]:
     """Type, shape, and (offsets, sizes) of each chunk, all of which have a place."""
     if type(tree) is Record and tree.maker == _BYTES:
         raise ValueError(f"{name} is a serialized object, not a tensor")
@@ -241,9 +240,8 @@ def _tensor(
 
 
 def _cells(
-    name: str, shape: torch.Size, chunks: list[tuple[torch.Size, torch.Size]],
-    stored: Mapping[tuple[str, torch.Size], Place],
-) -> tuple[tuple[Ints, ...], list[Place]]:  # fmt: skip
+    name: str, shape: torch.Size, chunks: list[Chunk], stored: Mapping[Key, Place]
+) -> tuple[tuple[Ints, ...], list[Place]]:
     """The cuts of a tensor, and the place of each of its cells. Chunks of ranks without a share hold nothing."""
     whole = torch.Size([0] * len(shape)), shape
     filled = [chunk for chunk in chunks if chunk[1].numel()] if shape.numel() else [whole]

@@ -18,11 +18,7 @@ LARGEST = 256 << 20
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, which must be a file and no link: a link can lead anywhere, a pipe never ends.
-
-    Raises:
-        CheckpointError: it is absent, or something else; UnreadableError where the machine fails.
-    """
+    """Bytes of a file; a CheckpointError where it is absent, a link (which can lead anywhere), a pipe or a folder."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -46,11 +42,11 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
-    """What to raise where a file of a checkpoint cannot be read."""
+    """What to raise where a file of a checkpoint cannot be read; an UnreadableError where the machine fails."""
     told = f"{path} cannot be read: {error.strerror}"
-    if of_machine(error):
-        return UnreadableError(f"{told}; the file may be intact, so try again")
-    return CheckpointError(told)
+    return (
+        UnreadableError(f"{told}; the file may be intact, so try again") if of_machine(error) else CheckpointError(told)
+    )
 
 
 def read_table(path: Path) -> dict[str, Any]:

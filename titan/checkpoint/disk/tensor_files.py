@@ -22,10 +22,8 @@ from titan.errors import CheckpointError
 from titan.paths import refuse_lfs_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHTS = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5",
-    "*.msgpack", "*.onnx", "*.onnx_data",
-)  # fmt: skip
+_SUFFIXES = "safetensors safetensors.index.json bin bin.index.json pt pth gguf h5 msgpack onnx onnx_data"
+WEIGHTS = [f"*.{suffix}" for suffix in _SUFFIXES.split()]
 """Names of files with weights, or the index of such files, in any format."""
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights that can be read, by their safetensors names; other dtypes are packed or quantized."""
@@ -63,11 +61,8 @@ def find_tensors(folder: Path, absent: Collection[str] = ()) -> dict[str, Stored
     """Every tensor of a folder by name. Where several shards hold a name, the one counts that the index says.
 
     As transformers does, it takes the single file where an index stands beside it, and what shards hold unnamed.
-
     absent: what the index may name though no shard holds it.
-
-    Raises:
-        CheckpointError: there are none, a file is absent, damaged or outside the folder, or the index is wrong.
+    Raises CheckpointError: there are none, a file is absent, damaged or outside the folder, or the index is wrong.
     """
     if (folder / SINGLE).is_file():
         return {tensor.name: tensor for tensor in _tensors_in(folder / SINGLE)}
@@ -107,14 +102,14 @@ def _tensors_in(path: Path) -> list[Stored]:
 
 
 class Planned(NamedTuple):
-    """Shape and dtype of a tensor that will be written."""
+    """A tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Bytes that the values take in the file."""
+        """Bytes of the values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -46,9 +46,7 @@ def read(data: bytes, known: Collection[str], where: str) -> Any:
     """The tree that a pickle describes: None, bool, int, str, tuple, list, Pairs, Name and Record.
 
     known: the names `module.name` it may speak of.  where: the file, for messages.
-
-    Raises:
-        CheckpointError: it speaks of another name, or is no pickle that a writer of checkpoints leaves.
+    Raises CheckpointError: it speaks of another name, or is no pickle that a writer of checkpoints leaves.
     """
     machine = _Machine(data, known, where)
     try:

@@ -106,11 +106,10 @@ _kernels: list[Any] = []
 def around_each(around: Around) -> Callable[[], None]:
     """Let each collective of this process pass `around`, until the function that this returns is called.
 
-    Whoever issues a collective (FSDP, DTensor, compiled code, a plugin, autograd's threads), it passes PyTorch's
-    dispatcher as an operation of the namespace `c10d`; functional collectives too. A kernel there calls `around`, and
-    dispatches on. Its key is BackendSelect, which every call has, from any thread and on any device, and for which no
-    collective has a kernel of its own. The key of autograd would miss what DTensor sends; a dispatch mode would cost
-    every operation. A kernel in place of the device's own would hold Python's lock, which ends in a deadlock.
+    Whoever issues a collective, it passes PyTorch's dispatcher as an operation of the namespace `c10d`; functional
+    ones too. A kernel there calls `around`, and dispatches on. Its key is BackendSelect, which every call has, and for
+    which no collective has a kernel of its own. The key of autograd would miss what DTensor sends; a dispatch mode
+    would cost every operation; a kernel in place of the device's own would hold Python's lock: a deadlock.
     """
     if not _around:
         kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]

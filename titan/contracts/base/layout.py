@@ -66,11 +66,6 @@ class Axis:
                 coerce(value, hint)
             except ValueError as error:
                 raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
-        if not self.name.isidentifier():
-            raise ValueError(f"mesh axis {self.name!r}: name: must be a Python identifier")
-        if self.default < 1 and self.default != -1:
-            what = "must be at least 1, or -1 for all remaining ranks"
-            raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
         if what := self._contradiction():
             raise ValueError(f"mesh axis {self.name!r}: {what}")
 
@@ -81,6 +76,10 @@ class Axis:
         return {"layers": "pp", "own": "worker", "slices": slices, "copies": copies}[self.weights]
 
     def _contradiction(self) -> str:
+        if not self.name.isidentifier():
+            return "name: must be a Python identifier"
+        if self.default < 1 and self.default != -1:
+            return f"default = {self.default}: must be at least 1, or -1 for all remaining ranks"
         if self.folds and self.data is not None:
             return f'data = "{self.data}" with folds = {self.folds}: the axes that it folds say which data ranks see'
         if self.folds and self.weights != "slices":
@@ -118,10 +117,7 @@ class Layout:
         return self.degrees.get(axis, 1)
 
     def axes_of(self, *facts: AxisFact) -> tuple[str, ...]:
-        """Names of the axes that state one of these facts, outer to inner; none that folds others.
-
-        So a reduction over them counts each rank once.
-        """
+        """Names of the axes that state one of these facts, outer to inner; none that folds others: each rank once."""
         return tuple(axis.name for axis in self.dimensions if axis.data in facts or axis.weights in facts)
 
     def degree_of(self, *facts: AxisFact) -> int:
@@ -196,9 +192,8 @@ def lay_out(
             degrees[name] = 1
     layout = Layout(ordered, degrees)
     left = [axis.name for axis in layout.dimensions if degrees[axis.name] == -1]
-    for name in left[1:]:
-        what = f"only one axis can take all remaining ranks, and {left[0]} already does; set a degree"
-        faults.append((name, f"= -1: {what}"))
+    what = "only one axis can take all remaining ranks, and"
+    faults += [(name, f"= -1: {what} {left[0]} already does; set a degree") for name in left[1:]]
     degrees |= dict.fromkeys(left, 1)
     fixed = layout.world_size
     if left and world_size is None:

@@ -303,10 +303,7 @@ class ModelSpec:
         return {module: self.style_of(module) or self.style_of(f"{self.layers}.0.{module}") for module in modules}
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
-        """Modules that sharded data parallelism gathers together, in forward order: embeddings, layers, head.
-
-        Modules that share a tied tensor are in one unit, the last.
-        """
+        """Modules that sharded data parallelism gathers together, in forward order; those of a tied tensor last."""
         owners = {name.rpartition(".")[0] for pair in self.tied for name in pair}
         embeddings = tuple((name,) for name in self.embeddings if name not in owners)
         last = tuple(name for name in self.embeddings if name in owners) + self.head
@@ -315,9 +312,8 @@ class ModelSpec:
     def check_names(self, modules: Iterable[str], parameters: Iterable[str], buffers: Iterable[str] = ()) -> None:
         """Check every name and glob of the spec against the names of the whole model.
 
-        Raises:
-            PluginError: a glob matches nothing, a tensor style is unknown, a module of embeddings or head is missing,
-                or a parameter or buffer has no initial value.
+        A PluginError where a glob matches nothing, a tensor style is unknown, a module of embeddings or head is absent,
+        or a parameter or buffer has no initial value.
         """
         modules, parameters, buffers = list(modules), list(parameters), list(buffers)
         for glob, style in self.tensor.items():
@@ -354,7 +350,6 @@ def nearest(
     """`5 or 10`: the integers nearest to `number`, below (from 1) and above, for which `fits` holds; or empty.
 
     step: only multiples of this are considered.  most: the largest value allowed.
-
     At most 10,000 candidates are tried on either side: some milliseconds, however far off the number is.
     """
     below = range((number - 1 if most is None else min(number - 1, most)) // step * step, 0, -step)

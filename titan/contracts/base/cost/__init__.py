@@ -30,49 +30,34 @@ sum                30,932,992                    17,920 in bf16 and 18 in float3
 One rank saves 35,912 x 2,048 = 73,547,776 bytes per micro batch. With tp 2 and sequence_parallel, hidden and tp_sharded
 are split by 2 and seq_full is not: 2,052 + 4,096 + 13,856 = 20,004 bytes per token.
 
-A worked stack: the three matmuls of Mixtral 8x7B's experts, dim 4096, 14,336 hidden units, 8 experts of which a token
-passes 2: `Matmul(inputs=4096, outputs=14336, stack=8, used=2)` and so on. They have 3 x 8 x 4096 x 14336 =
-1,409,286,144 parameters per layer, and 3 x 2 x 2 x 4096 x 14336 = 704,643,072 FLOPs per token forward. Where 4 ranks
-share the stacks (`Costs.stacks_over`), each holds 2 experts, a quarter of the parameters. These see the tokens of 4
-ranks, so the rank's FLOPs are the same, in products with 4 times the rows.
+A worked stack: Mixtral 8x7B's experts are three `Matmul(inputs=4096, outputs=14336, stack=8, used=2)` and the like,
+with 3 x 8 x 4096 x 14336 = 1,409,286,144 parameters per layer, and 3 x 2 x 2 x 4096 x 14336 = 704,643,072 FLOPs per
+token forward. Where 4 ranks share the stacks (`Costs.stacks_over`), each holds 2 experts, which see the tokens of 4
+ranks: the rank's FLOPs are the same, in products with 4 times the rows.
 
-A worked technique: data parallelism that sums whole gradients over 4 ranks of an axis `crew`, once per step. Its `cost`
-returns `replace(costs, collectives=(*costs.collectives, summed))` with `summed = CollectiveCost(axes=("crew",),
-collective="all_reduce", where="step", when="update", numel=1, itemsize=4, per_parameter=True)`: one number of 4 bytes
-per parameter of the rank. Of 1e9 parameters a ring sends 2 x (4 - 1) / 4 x 4 bytes x 1e9 = 6 GB per rank and step. An
-optimizer with one float32 number of state per parameter adds `PersistentState(component="optimizer", bytes_per_param=4,
-axes=costs.updated_over)`, and to `update_bytes` 4 for each number that its update reads or writes per parameter.
+docs/plugin_technique.md has a worked technique and optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from titan.contracts.base.cost.operations import (
-    REGIONS,
-    Attention,
-    Elementwise,
-    EmbeddingOp,
-    Kind,
-    Matmul,
-    Operation,
-    Region,
-    SavedTensor,
-    linear,
-    norm,
-    parameter_count,
-    residual,
-    saved_by_gate,
-    saved_by_rms_norm,
-    shared,
-)
-
-__all__ = [
-    "REGIONS", "Action", "Attention", "Collective", "CollectiveCost", "Component", "Costs", "Elementwise",
-    "EmbeddingOp", "GatherPolicy", "Kind", "Matmul", "MatrixWork", "Operation", "Order", "PersistentState",
-    "Recompute", "Region", "SavedTensor", "Stage", "UpdateScratch", "When", "Where", "linear", "norm",
-    "one_after_the_other", "parameter_count", "residual", "saved_by_gate", "saved_by_rms_norm", "shared",
-]  # fmt: skip
+from titan.contracts.base.cost.operations import REGIONS as REGIONS
+from titan.contracts.base.cost.operations import Attention as Attention
+from titan.contracts.base.cost.operations import Elementwise as Elementwise
+from titan.contracts.base.cost.operations import EmbeddingOp as EmbeddingOp
+from titan.contracts.base.cost.operations import Kind as Kind
+from titan.contracts.base.cost.operations import Matmul as Matmul
+from titan.contracts.base.cost.operations import Operation as Operation
+from titan.contracts.base.cost.operations import Region as Region
+from titan.contracts.base.cost.operations import SavedTensor as SavedTensor
+from titan.contracts.base.cost.operations import linear as linear
+from titan.contracts.base.cost.operations import norm as norm
+from titan.contracts.base.cost.operations import parameter_count as parameter_count
+from titan.contracts.base.cost.operations import residual as residual
+from titan.contracts.base.cost.operations import saved_by_gate as saved_by_gate
+from titan.contracts.base.cost.operations import saved_by_rms_norm as saved_by_rms_norm
+from titan.contracts.base.cost.operations import shared as shared
 
 Component = Literal["parameters", "gradients", "optimizer", "buffers"]
 
@@ -142,7 +127,7 @@ class PredictedStep:
 class GatherPolicy:
     """How long gathered parameters and unreduced gradients of shard units (`ModelSpec.shard_units`) stay in memory.
 
-    gather_every: when a unit's parameters are gathered, which is also how long the gathered copy stays.
+    gather_every: how long the gathered copy of a unit's parameters stays.
         "use": for each forward and backward of a unit, with the next unit prefetched (ZeRO 3).
         "micro_batch": from forward until the end of backward (ZeRO 2).  "step": all through the step (ZeRO 1).
     reduce_every: "micro_batch": gradients are reduced after each micro batch, and only the shard is added up.
@@ -206,9 +191,9 @@ class Recompute:
 
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, collectives,
-        and attention, but for one that writes scores or is `compiled`. "all_but_scores": all but the S x S scores of
-        attention, where these are written (Megatron's selective recomputation, arXiv 2205.05198). "share": the input,
-        and the share `share` of all else; the FLOPs of the rest are repeated in proportion.
+        and attention, but for one that writes scores or is `compiled`. "all_but_scores": all but written S x S scores
+        (selective recomputation, arXiv 2205.05198). "share": the input, and the share `share` of all else; the FLOPs
+        of the rest are repeated in proportion.
     also: tensors that recomputed layers save besides.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """

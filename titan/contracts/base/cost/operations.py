@@ -1,7 +1,7 @@
 """The operations of a model, from which its parameters, FLOPs, saved tensors and memory traffic follow.
 
 Layers of a model may differ, as where windows alternate. The operations of a layer are those of the mean layer. Each
-states in `of_layers` the share of the layers that have it.
+states in `of_layers` the share of the model's layers that have it; those of embeddings and head have 1.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,6 @@ class Matmul:
     inputs, outputs: features, before any split.  bias: whether the module has a bias, of `outputs` numbers.
     stack: weights of this size, such as one per expert.  used: how many of them a token passes, such as the top k. Each
         token has `outputs * used` results. Tokens are assumed to be balanced over the stack.
-    of_layers: share of the model's layers that have the operation.
     dtype: of the product, such as "float8"; empty: that of `Costs`.
     saved: tensors that the operation saves, unless another operation states the same tensor.
     """
@@ -79,7 +78,6 @@ class Attention:
     blocks: kernels that compute it one after the other.
     copied: numbers read and written per token besides, to merge blocks or to reorder, forward and backward.
     scratch: tensors that backward holds while it runs, besides the saved ones.
-    of_layers: share of the model's layers that have the operation.
     saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
     """
 
@@ -129,8 +127,6 @@ class Elementwise:
     unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
     fixed_scratch: the same where they do not depend on tokens, such as copies of a weight; the larger of both counts.
-    of_layers: share of the model's layers that have the operation.
-    saved: tensors that the operation saves.
     """
 
     region: Region
@@ -151,7 +147,6 @@ class EmbeddingOp:
     """An embedding lookup: each token reads one row of a table.
 
     module: name of the module.  rows, width: of the table, before any split.  saved: token ids are not counted.
-    of_layers: share of the model's layers that have the operation; embeddings outside of layers have 1.
     """
 
     module: str
