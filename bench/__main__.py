@@ -18,9 +18,14 @@ from bench import results
 from bench.startup import LEFT_OUT
 
 RUNS: Mapping[str, Sequence[str]] = {
-    "overhead": ("--steps", "10", "--no-start"), "peers": ("--steps", "12"), "startup": ("--turns", "1"),
-    "saves": (), "data": (), "memory": ("--steps", "2"), "loss": ("--steps", "4"),
-}  # fmt: skip
+    "overhead": ("--steps", "10", "--no-start"),
+    "peers": ("--steps", "12"),
+    "startup": ("--turns", "1"),
+    "saves": (),
+    "data": (),
+    "memory": ("--steps", "2"),
+    "loss": ("--steps", "4"),
+}
 """Benchmark, a module here with a function `figures` -> arguments that keep all of them within 30 minutes."""
 
 Row = tuple[str, str, str, bool | None]

@@ -40,9 +40,14 @@ def main() -> int:
     for violation in report.violations:
         print("violation:", violation)
     measured = {
-        "seed": words.seed, "seconds": round(time.monotonic() - began), "runs": report.runs, "starts": report.starts,
-        "violations": report.violations, "counts": counts, "struck": report.struck,
-    }  # fmt: skip
+        "seed": words.seed,
+        "seconds": round(time.monotonic() - began),
+        "runs": report.runs,
+        "starts": report.starts,
+        "violations": report.violations,
+        "counts": counts,
+        "struck": report.struck,
+    }
     print(results.write("chaos", measured))
     return 1 if report.violations else 0
 

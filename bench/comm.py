@@ -115,11 +115,18 @@ def main() -> None:
 def _words(name: str, steps: int, folder: str) -> list[str]:
     """The command line of a method's job."""
     keys = {
-        "run.dir": folder, "run.name": name, "run.sample_prompt": "", "train.steps": steps,
-        "checkpoint.enabled": "false", "metrics.every": 1, "plugins.bytes_sent.enabled": "true",
-        "metrics.console.enabled": "false", "metrics.tensorboard.enabled": "false",
-        "validation.every": max(1, steps // VALIDATIONS), **METHODS[name].keys,
-    }  # fmt: skip
+        "run.dir": folder,
+        "run.name": name,
+        "run.sample_prompt": "",
+        "train.steps": steps,
+        "checkpoint.enabled": "false",
+        "metrics.every": 1,
+        "plugins.bytes_sent.enabled": "true",
+        "metrics.console.enabled": "false",
+        "metrics.tensorboard.enabled": "false",
+        "validation.every": max(1, steps // VALIDATIONS),
+        **METHODS[name].keys,
+    }
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 

@@ -94,11 +94,14 @@ class _Group:
         place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self._ranks = [
             subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
                 env={**os.environ, **{k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}},
             )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
 
     def ask(self, what: str) -> list[Any]:
         """Tell every rank to do this; their answers."""
@@ -122,11 +125,18 @@ def _rank(method: str, folder: Path, length: int, ranks: int) -> None:
     size = 1 if method == ONE else ranks
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     keys = {
-        "run.dir": folder, "run.name": method.replace(" ", "-"), "model.n_layers": 4, "model.vocab_size": WORDS,
-        "model.max_seq_len": length, "tokenizer.name": "byte", "data.name": "shards",
-        "data.path": jobs.tokens(folder, WORDS, TOKENS), "data.seq_len": length, "train.global_batch_size": 1,
+        "run.dir": folder,
+        "run.name": method.replace(" ", "-"),
+        "model.n_layers": 4,
+        "model.vocab_size": WORDS,
+        "model.max_seq_len": length,
+        "tokenizer.name": "byte",
+        "data.name": "shards",
+        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+        "data.seq_len": length,
+        "train.global_batch_size": 1,
         **({} if method == ONE else {"mesh.cp": ranks, "plugins.context.method": method}),
-    }  # fmt: skip
+    }
     job = load_job(CONFIG, [word for key, value in keys.items() for word in (f"--{key}", str(value))], size)
     run = build.build(job, process.join(job))
     batches, device = iter(run.loader), run.rank.device

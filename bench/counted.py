@@ -69,9 +69,11 @@ TABLES: Mapping[str, tuple[int, Words, Mapping[str, Words]]] = {
         },
     ),
     "8B, 8,192 tokens, tensor parallel over 8": (
-        8, B8, {"plain": [], "async_tp": words(plugins__tensor__async_tp="true")},
+        8,
+        B8,
+        {"plain": [], "async_tp": words(plugins__tensor__async_tp="true")},
     ),
-}  # fmt: skip
+}
 """Table -> (GPUs, words of all its jobs, job -> its own words)."""
 
 

@@ -110,9 +110,15 @@ def measure(folder: Path, steps: int, tokens: int = TOKENS, **keys: object) -> d
 
 def _job(folder: Path, keys: Mapping[str, object]) -> Job:
     words = {
-        "run.dir": folder / "runs", "run.device": "cpu", "validation.every": 0, "tokenizer.name": "byte",
-        "train.global_batch_size": SAMPLES, "data.cache": folder / "cache", "data.prepare_workers": 1, **keys,
-    }  # fmt: skip
+        "run.dir": folder / "runs",
+        "run.device": "cpu",
+        "validation.every": 0,
+        "tokenizer.name": "byte",
+        "train.global_batch_size": SAMPLES,
+        "data.cache": folder / "cache",
+        "data.prepare_workers": 1,
+        **keys,
+    }
     return load_job(
         CONFIG, [word for key, value in words.items() for word in (f"--{key.replace('__', '.')}", str(value))], 1
     )
@@ -143,9 +149,15 @@ def _resume(job: Job, starts: int) -> list[float]:
 def _first_batch(job: Job, rank: process.Rank) -> None:
     samples, _ = of_job.open_data(job, rank)
     loader = Loader(
-        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=RESUMED, index=0, ranks=1,
-        workers=job.data.workers, device=rank.device,
-    )  # fmt: skip
+        samples,
+        global_batch=job.train.global_batch_size,
+        micro_batch=job.micro_batch,
+        first=RESUMED,
+        index=0,
+        ranks=1,
+        workers=job.data.workers,
+        device=rank.device,
+    )
     next(loader)
     loader.close()
 

@@ -137,11 +137,13 @@ def _styles(model: Llama, module: nn.Module, tp: int) -> nn.Module:
     others = (None, None, None)  # positions, documents, rope
     attention = PrepareModuleInput(input_layouts=(sliced, *others), desired_input_layouts=(Replicate(), *others))
     styles = {
-        "attn_norm": SequenceParallel(use_local_output=True), "ffn_norm": SequenceParallel(use_local_output=True),
-        "attn": attention, "ffn": into,
+        "attn_norm": SequenceParallel(use_local_output=True),
+        "ffn_norm": SequenceParallel(use_local_output=True),
+        "attn": attention,
+        "ffn": into,
         **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv", "ffn.w1", "ffn.w3"), ColwiseParallel()),
         **dict.fromkeys(("attn.wo", "ffn.w2"), RowwiseParallel(output_layouts=sliced)),
-    }  # fmt: skip
+    }
     return parallelize_module(layer, mesh, styles, src_data_rank=None)
 
 

@@ -26,10 +26,17 @@ from bench import results
 
 WARM_UP = 3
 MODEL = {
-    "model.n_layers": 8, "model.dim": 256, "model.n_heads": 8, "model.n_kv_heads": 8, "model.ffn_dim": 768,
-    "model.max_seq_len": 256, "data.seq_len": 256, "train.global_batch_size": 16, "train.micro_batch_size": 2,
+    "model.n_layers": 8,
+    "model.dim": 256,
+    "model.n_heads": 8,
+    "model.n_kv_heads": 8,
+    "model.ffn_dim": 768,
+    "model.max_seq_len": 256,
+    "data.seq_len": 256,
+    "train.global_batch_size": 16,
+    "train.micro_batch_size": 2,
     "plugins.bf16.enabled": "false",
-}  # fmt: skip
+}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one rank": (1, {}),
     "dp_replicate 2": (2, {"mesh.dp_replicate": 2}),
@@ -110,10 +117,15 @@ def _plan(cluster: Path, ranks: int, keys: Mapping[str, object]) -> dict[str, An
 def _train(folder: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
     """Seconds of each step after the warm-up."""
     own = {
-        "run.dir": folder, "run.name": "run", "run.sample_prompt": "", "train.steps": WARM_UP + steps,
-        "metrics.every": 1, "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false",
+        "run.dir": folder,
+        "run.name": "run",
+        "run.sample_prompt": "",
+        "train.steps": WARM_UP + steps,
+        "metrics.every": 1,
+        "metrics.tensorboard.enabled": "false",
+        "metrics.console.enabled": "false",
         "checkpoint.enabled": "false",
-    }  # fmt: skip
+    }
     _titan(ranks, "train", "--config", "quickstart", *_overrides({**own, **MODEL, **keys}))
     rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row["step_time_s"] for row in rows if "step_time_s" in row][WARM_UP:]

@@ -242,16 +242,21 @@ def _comm(found: Found) -> str:
 
 
 SAVINGS = {
-    "time": "seconds", "memory": "peak_mb", "planned time": "planned_s", "planned memory": "planned_gib",
+    "time": "seconds",
+    "memory": "peak_mb",
+    "planned time": "planned_s",
+    "planned memory": "planned_gib",
     "dry run": "dry_run_gib",
-}  # fmt: skip
+}
 """Words for what a row of bench.savings has -> its key."""
 
 
 def savings(rows: Mapping[str, Found]) -> dict[str, list[float]]:
     """Of a table of bench.savings, by job: `SAVINGS`, relative to the first job; of step times the medians."""
-    table = {job: [median(found) if isinstance(found := row[key], list) else found for key in SAVINGS.values()]
-             for job, row in rows.items()}  # fmt: skip
+    table = {
+        job: [median(found) if isinstance(found := row[key], list) else found for key in SAVINGS.values()]
+        for job, row in rows.items()
+    }
     plain = next(iter(table.values()))
     return {job: [one / other for one, other in zip(row, plain, strict=True)] for job, row in table.items()}
 

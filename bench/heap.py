@@ -92,8 +92,10 @@ def main() -> int:
             bar.update()
     print("recorder  workers  jobs  steps done  died  seconds")
     for row in rows:
-        print(f"{row.setting.recorder:<8}  {row.setting.workers:<7}  {row.jobs:<4}  {row.steps:<10}  "
-              f"{len(row.deaths):<4}  {row.seconds:.0f}")  # fmt: skip
+        print(
+            f"{row.setting.recorder:<8}  {row.setting.workers:<7}  {row.jobs:<4}  {row.steps:<10}  "
+            f"{len(row.deaths):<4}  {row.seconds:.0f}"
+        )
     asked = {key: value for key, value in vars(words).items() if key not in ("recorder", "workers")}
     libc = " ".join(platform.libc_ver())
     print(

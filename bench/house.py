@@ -178,9 +178,15 @@ def graph_of(root: Path, units: Sequence[str]) -> ImportGraph:
     lines = [len((root / file).read_text(encoding="utf-8").splitlines()) for file in edges]
     top_level = {file.split("/")[1] for file in edges} - {"__init__.py"}
     return ImportGraph(
-        units, len(top_level), len(edges), statistics.median(lines), _layers(units, between), between, upward,
+        units,
+        len(top_level),
+        len(edges),
+        statistics.median(lines),
+        _layers(units, between),
+        between,
+        upward,
         circles(edges),
-    )  # fmt: skip
+    )
 
 
 def _layers(units: Sequence[str], edges: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -24,9 +24,7 @@ from tqdm import tqdm
 
 from bench import results
 
-SCHEDULES = (
-    "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-)  # fmt: skip
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 COMPILED = {"plugins.compile.enabled": "true"}
 GATHER, ULYSSES = ({"plugins.context.method": method} for method in ("gather", "ulysses"))
 EXPERTS = {"model.name": "moe", "model.preset": "moe-tiny"}
@@ -116,9 +114,15 @@ def _has_experts(end: tuple[int, dict[str, object]]) -> bool:
 def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: int) -> Curve:
     """Train the quickstart, or go on with it where this name has trained before."""
     own = {
-        "run.dir": folder, "run.name": name, "run.sample_prompt": "", "train.steps": steps, "metrics.every": 1,
-        "metrics.tensorboard.enabled": "false", "plugins.bf16.enabled": "false", **keys,
-    }  # fmt: skip
+        "run.dir": folder,
+        "run.name": name,
+        "run.sample_prompt": "",
+        "train.steps": steps,
+        "metrics.every": 1,
+        "metrics.tensorboard.enabled": "false",
+        "plugins.bf16.enabled": "false",
+        **keys,
+    }
     words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "titan.launch", *words]
     done = subprocess.run(command, env={**os.environ, "NPROC": str(ranks)}, capture_output=True, text=True)

@@ -69,10 +69,15 @@ def figures(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 def _in_turns(losses: dict[str, Loss], steps: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     """Of each loss, per step: seconds on the clock and of the CPU, and the most memory of the process, in GiB."""
     keys = {
-        "run.dir": folder, "model.vocab_size": WORDS, "tokenizer.name": "byte", "data.name": "shards",
-        "data.path": jobs.tokens(folder, WORDS, TOKENS), "run.device": "cpu", "train.global_batch_size": 8,
+        "run.dir": folder,
+        "model.vocab_size": WORDS,
+        "tokenizer.name": "byte",
+        "data.name": "shards",
+        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+        "run.device": "cpu",
+        "train.global_batch_size": 8,
         "train.micro_batch_size": 8,
-    }  # fmt: skip
+    }
     job = load_job(CONFIG, [word for key, value in keys.items() for word in (f"--{key}", str(value))], 1)
     run = build.build(job, process.join(job))
     batches = iter(run.loader)

@@ -72,10 +72,8 @@ CASES: Mapping[str, Case] = {
     "full recomputation": Case(1, (_RECOMPUTE, "full")),
     "fsdp 2": Case(2, ("--mesh.dp_shard", "2")),
     "tp 2": Case(2, ("--mesh.tp", "2")),
-    "pp 2, 1F1B": Case(
-        2, ("--mesh.pp", "2", "--plugins.pipeline.schedule", "1F1B", "--train.micro_batch_size", "2")
-    ),
-}  # fmt: skip
+    "pp 2, 1F1B": Case(2, ("--mesh.pp", "2", "--plugins.pipeline.schedule", "1F1B", "--train.micro_batch_size", "2")),
+}
 """The pipeline has four micro batches per step."""
 
 Figure = tuple[str, str, str, bool | None]

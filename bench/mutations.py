@@ -55,10 +55,13 @@ def save(folder: Path) -> Path:
     """Save a checkpoint of that model with state of every kind; returns its folder."""
     parts, optimizer = build()
     rest = {
-        "config": {"model": {"name": "toy"}}, "step": 2, "tokens": 14, "data": {"samples": 2},
+        "config": {"model": {"name": "toy"}},
+        "step": 2,
+        "tokens": 14,
+        "data": {"samples": 2},
         "techniques": {"ema": {"shadow": torch.ones(3), "list": [1, None, "two"]}},
         "rng": rng_state(torch.device("cpu")),
-    }  # fmt: skip
+    }
     checkpointer(folder).save(2, parts, optimizer, rest)
     return folder / "step-00000002"
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,8 @@ def _start(folder: str, number: int) -> float:
     began = time.time()
     words = ["--config", str(CONFIG), "--run.dir", folder, "--run.name", name, "--train.steps", "1"]
     subprocess.run([sys.executable, "-m", "titan.launch", *words], check=True, capture_output=True)
-    row = json.loads(next(_lines(Path(folder) / name / "metrics.jsonl")))
+    row = json.loads((Path(folder) / name / "metrics.jsonl").read_text().partition("\n")[0])
     return float(row["time"]) - began
-
-
-def _lines(path: Path) -> Iterator[str]:
-    return iter(path.read_text().splitlines())
 
 
 if __name__ == "__main__":

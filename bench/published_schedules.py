@@ -65,10 +65,14 @@ def _compare(row: Mapping[str, Any]) -> dict[str, Any]:
     predicted = step_s(made, times, send_s, blocking=True) + update_s(row["layers"], row["hidden"], ranks)
     work = micro_batches * (f + b + w)
     return {
-        "id": row["id"], "schedule": row["schedule"],
-        "measured_s": row["step_time_s"], "predicted_s": predicted, "error": predicted / row["step_time_s"] - 1,
-        "measured_bubble": row.get("bubble_frac"), "predicted_bubble": 1 - work / step_s(made, times, send_s),
-    }  # fmt: skip
+        "id": row["id"],
+        "schedule": row["schedule"],
+        "measured_s": row["step_time_s"],
+        "predicted_s": predicted,
+        "error": predicted / row["step_time_s"] - 1,
+        "measured_bubble": row.get("bubble_frac"),
+        "predicted_bubble": 1 - work / step_s(made, times, send_s),
+    }
 
 
 def step_s(made: Order, times: Times, send_s: float, *, blocking: bool = False) -> float:
@@ -115,9 +119,8 @@ class _Greedy:
     """Ranks with one stage each; the one that is free first decides what it does next."""
 
     def __init__(
-        self, ranks: int, micro_batches: int, times: Times, send_s: float,
-        limit: float, pending: float, gap: float,
-    ) -> None:  # fmt: skip
+        self, ranks: int, micro_batches: int, times: Times, send_s: float, limit: float, pending: float, gap: float
+    ) -> None:
         self.ranks = [_Rank([], {"F": [], "I": [], "W": []}) for _ in range(ranks)]
         self.micro_batches, self.times, self.send_s = micro_batches, times, send_s
         self.limit, self.pending, self.gap = limit, pending, gap

@@ -72,18 +72,15 @@ def earlier() -> list[dict[str, str]]:
 
 def about() -> dict[str, Any]:
     """Commit, date, versions and machine."""
+    cpu = f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     return {
         "commit": os.environ.get("TITAN_COMMIT") or _commit() or "unknown",  # a copy of the code is told
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
     }
-
-
-def _cpu() -> str:
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit() -> str:

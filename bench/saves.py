@@ -74,18 +74,21 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
     stall, step, writing = (statistics.median(found["async"][key]) for key in ("stall_s", "quiet_s", "writing_s"))
     return [
         (
-            "synchronous save, relative to torch.save", f"at most {SAVE_TARGET:g}",
+            "synchronous save, relative to torch.save",
+            f"at most {SAVE_TARGET:g}",
             f"{ratios[TITAN]:.2f} ({seconds[TITAN]:.3f} s of {found['bytes'] / 1e6:.0f} MB)",
             ratios[TITAN] <= SAVE_TARGET,
         ),
         ("torch.save with fsync, relative to torch.save", "", f"{ratios[SYNCED]:.2f}", None),
         ("DCP, relative to torch.save", "", f"{ratios[DCP]:.2f}", None),
         (
-            "stall of an asynchronous save, share of a step", f"at most {100 * STALL_TARGET:g} %",
-            f"{100 * stall / step:.1f} % ({1e3 * stall:.0f} ms)", stall / step <= STALL_TARGET,
+            "stall of an asynchronous save, share of a step",
+            f"at most {100 * STALL_TARGET:g} %",
+            f"{100 * stall / step:.1f} % ({1e3 * stall:.0f} ms)",
+            stall / step <= STALL_TARGET,
         ),
         ("steps while it writes, relative to others", "", f"{writing / step:.2f}", None),
-    ]  # fmt: skip
+    ]
 
 
 def measure(folder: Path, rounds: int, **keys: object) -> dict[str, Any]:
@@ -94,11 +97,19 @@ def measure(folder: Path, rounds: int, **keys: object) -> dict[str, Any]:
     folder: on the disk that is measured.  rounds: of each kind of save.  keys: overrides, with `__` for each dot.
     """
     words = {
-        "run.dir": folder, "run.device": "cpu", "checkpoint.enabled": True, "checkpoint.async": False,
-        "checkpoint.keep_latest": 1, "checkpoint.resume": "never", "validation.every": 0, "tokenizer.name": "byte",
-        "data.name": "shards", "data.path": jobs.tokens(folder, WORDS, TOKENS), "train.global_batch_size": SAMPLES,
+        "run.dir": folder,
+        "run.device": "cpu",
+        "checkpoint.enabled": True,
+        "checkpoint.async": False,
+        "checkpoint.keep_latest": 1,
+        "checkpoint.resume": "never",
+        "validation.every": 0,
+        "tokenizer.name": "byte",
+        "data.name": "shards",
+        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+        "train.global_batch_size": SAMPLES,
         **{key.replace("__", "."): value for key, value in keys.items()},
-    }  # fmt: skip
+    }
     job = load_job(CONFIG, [word for key, value in words.items() for word in (f"--{key}", str(value).lower())], 1)
     run = build.build(job, process.join(job))
     gc.disable()  # as in training

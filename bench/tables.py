@@ -104,10 +104,16 @@ def _planning(found: Found) -> str:
 def _doctor(found: Found) -> str:
     layouts = found["layouts"]
     rows = [
-        [name, of["ranks"], f"{of['predicted_s']:.2f}", f"{of['measured_s']:.2f}", f"{100 * of['error']:+.1f} %",
-         f"{100 * of['spread']:.0f} %"]
+        [
+            name,
+            of["ranks"],
+            f"{of['predicted_s']:.2f}",
+            f"{of['measured_s']:.2f}",
+            f"{100 * of['error']:+.1f} %",
+            f"{100 * of['spread']:.0f} %",
+        ]
         for name, of in layouts.items()
-    ]  # fmt: skip
+    ]
     errors = {name: abs(of["error"]) for name, of in layouts.items()}
     worst = max(errors, key=errors.__getitem__)
     far = [
@@ -172,10 +178,16 @@ def _turns(found: Found) -> str:
 
 def _transformers(found: Found) -> str:
     rows = [
-        [row["model"], row["ranks"], row["layout"], f"{row['loss']:.1e}", f"{row['grad_norm']:.1e}",
-         f"{row['weights']:.2f}"]
+        [
+            row["model"],
+            row["ranks"],
+            row["layout"],
+            f"{row['loss']:.1e}",
+            f"{row['grad_norm']:.1e}",
+            f"{row['weights']:.2f}",
+        ]
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     head = ["model", "ranks", "layout", "loss", "gradient norm", "weights, share of the bound"]
     return _table(head, rows) + f"\nOver {found['steps']} steps, against transformers {found['transformers']}.\n"
 
@@ -230,21 +242,47 @@ def _layouts(found: Found) -> str:
 
 
 def _comm(found: Found) -> str:
-    head = ["method", "ranks", "MB per step and rank", "share of all-reduce", "training loss", "validation loss",
-            "above all-reduce", "step time, relative"]  # fmt: skip
+    head = [
+        "method",
+        "ranks",
+        "MB per step and rank",
+        "share of all-reduce",
+        "training loss",
+        "validation loss",
+        "above all-reduce",
+        "step time, relative",
+    ]
     rows = [
-        [name, row["ranks"], f"{row['bytes'] / 1e6:.3g}", f"{row['share']:.3g}", f"{row['loss']:.3f}",
-         f"{row['validation']:.3f}", f"{row['further']:+.3f}", f"{row['time']:.2f}"]
+        [
+            name,
+            row["ranks"],
+            f"{row['bytes'] / 1e6:.3g}",
+            f"{row['share']:.3g}",
+            f"{row['loss']:.3f}",
+            f"{row['validation']:.3f}",
+            f"{row['further']:+.3f}",
+            f"{row['time']:.2f}",
+        ]
         for name, row in comm_rows(found).items()
-    ]  # fmt: skip
+    ]
     return _table(head, rows) + f"\nOver {found['steps']} steps.\n"
 
 
 TABLES: Mapping[str, Callable[[Found], str]] = {
-    "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns,
-    "transformers": _transformers, "layouts": _layouts, "context": _context, "comm": _comm, "savings": _savings,
-    "attention": _attention, "peers": _peers, "counted": _counted,
-}  # fmt: skip
+    "overhead": _overhead,
+    "planning": _planning,
+    "doctor": _doctor,
+    "dispatch": _dispatch,
+    "turns": _turns,
+    "transformers": _transformers,
+    "layouts": _layouts,
+    "context": _context,
+    "comm": _comm,
+    "savings": _savings,
+    "attention": _attention,
+    "peers": _peers,
+    "counted": _counted,
+}
 """Name of a table -> what is made of the newest result of that kind."""
 
 if __name__ == "__main__":

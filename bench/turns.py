@@ -89,9 +89,15 @@ def _in_turns(tp: int, folder: Path, sequences: int, seq_len: int) -> dict[str, 
 def _rank(tp: int, steps: int, folder: Path, sequences: int, seq_len: int) -> None:
     torch.set_num_threads(1)
     keys = {
-        "run.dir": folder, "mesh.tp": tp, "model.vocab_size": WORDS, "tokenizer.name": "byte", "data.name": "shards",
-        "data.path": jobs.tokens(folder, WORDS, TOKENS), "data.seq_len": seq_len, "train.global_batch_size": sequences,
-    }  # fmt: skip
+        "run.dir": folder,
+        "mesh.tp": tp,
+        "model.vocab_size": WORDS,
+        "tokenizer.name": "byte",
+        "data.name": "shards",
+        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+        "data.seq_len": seq_len,
+        "train.global_batch_size": sequences,
+    }
     job = load_job(CONFIG, [word for key, value in keys.items() for word in (f"--{key}", str(value))], tp)
     run = build.build(job, process.join(job))
     batches = iter(run.loader)
@@ -117,11 +123,19 @@ def _torchtitan(job: Job, tp: int, folder: Path) -> Callable[[], object]:
     """A step of torchtitan's own Trainer, of the same model and on the same tokens."""
     opponent.accept_cpu()
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    theirs = opponent.trainer_of({
-        **{name: getattr(job.spec, name) for name in sizes}, "seq_len": job.data.seq_len, "tp": tp, "backend": "",
-        "batch": job.train.global_batch_size, "dtype": "float32", "recompute": "none", "folder": str(folder),
-        "tokens": str(jobs.tokens(folder, WORDS, TOKENS)),
-    })  # fmt: skip
+    theirs = opponent.trainer_of(
+        {
+            **{name: getattr(job.spec, name) for name in sizes},
+            "seq_len": job.data.seq_len,
+            "tp": tp,
+            "backend": "",
+            "batch": job.train.global_batch_size,
+            "dtype": "float32",
+            "recompute": "none",
+            "folder": str(folder),
+            "tokens": str(jobs.tokens(folder, WORDS, TOKENS)),
+        }
+    )
     batches = theirs.batch_generator(theirs.dataloader)
     theirs.step = 2  # neither the first step nor one that is logged
     return lambda: theirs.train_step(batches)

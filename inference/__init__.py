@@ -1,1 +1,1 @@
-"""What is done with trained weights: generating text, evaluation, and conversion."""
+"""What is done with weights that runs have left: text from them, evaluation, conversion, and their checkpoints."""

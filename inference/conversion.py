@@ -77,9 +77,15 @@ def open_weights(path: Path, model: Model, technique: str = "") -> Weights:
 
 
 def write_hf(
-    to: Path, weights: Weights, model: Model, tokenizer: Tokenizer, dtype: torch.dtype | None, shard_bytes: int,
-    progress: Callable[[], object], source: Path | None = None,
-) -> list[str]:  # fmt: skip
+    to: Path,
+    weights: Weights,
+    model: Model,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    progress: Callable[[], object],
+    source: Path | None = None,
+) -> list[str]:
     """Write a folder that transformers loads: safetensors, config.json and what the tokenizer has.
 
     dtype: of all tensors; None keeps what they are stored in.  progress: called when a tensor of ours has been read.

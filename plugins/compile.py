@@ -7,10 +7,11 @@ Limits: modes that capture CUDA graphs are refused where parameters move, as und
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -81,8 +82,6 @@ class Compile(Technique):
             check_python()
             named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             check_writable(Path(named) if named else temporary_folder(), "TORCHINDUCTOR_CACHE_DIR")
+        compiled = partial(torch.compile, backend=self.config.backend, mode=self.config.mode, fullgraph=True)
         for name, _ in part.layers(context.spec):
-            part.wrap_forward(name, "compile", self._compile)
-
-    def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(forward, backend=self.config.backend, mode=self.config.mode, fullgraph=True)
+            part.wrap_forward(name, "compile", compiled)

@@ -18,6 +18,18 @@ from titan.testing.jobs import JOB, Outcome, assert_same_curve, differences, one
 from titan.testing.ranks import RankError, run_ranks
 
 __all__ = [
-    "JOB", "Check", "Outcome", "RankError", "assert_caught", "assert_same_curve", "check_plugin", "checks",
-    "differences", "make_plugin", "one_rank", "run_ranks", "saved_tensors", "train_job",
-]  # fmt: skip
+    "JOB",
+    "Check",
+    "Outcome",
+    "RankError",
+    "assert_caught",
+    "assert_same_curve",
+    "check_plugin",
+    "checks",
+    "differences",
+    "make_plugin",
+    "one_rank",
+    "run_ranks",
+    "saved_tensors",
+    "train_job",
+]

@@ -33,16 +33,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos_starts import (
-    COMMAND,
-    LAYOUTS,
-    RANKS,
-    Start,
-    drawn_start,
-    flag,
-    layouts_of_starts,
-    with_caches,
-)
+from tests.chaos_starts import COMMAND, LAYOUTS, RANKS, Start, drawn_start, flag, layouts_of_starts, with_caches
 from tests.injection import ERRORS, NEVER, Fault, Witness, witnessed
 from tests.jobs import LLAMA
 from titan.checkpoint.disk import folder as folders
@@ -174,12 +165,10 @@ class Hunt:
         note, pipe, corpus = self.folder / "note", self.folder / "pipe", self.folder / "text"
         for path in (note, pipe):
             path.unlink(missing_ok=True)
-        words = [
-            "--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS),
-            "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "plugins")]),
-            "--plugins.fault_injector.enabled", "true", *(word for axis in axes for word in flag(f"mesh.{axis}", 2)),
-            *start.words,
-        ]  # fmt: skip
+        words = ["--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS)]
+        words += ["--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "plugins")])]
+        words += ["--plugins.fault_injector.enabled", "true"]
+        words += [*(word for axis in axes for word in flag(f"mesh.{axis}", 2)), *start.words]
         places = {"folder": self.folder / name, "corpus": corpus, "note": note, "pipe": pipe}
         again = [sys.executable, "-m", "titan.launch", *_command(self.folder, words)]
         plan = {**{key: str(path) for key, path in places.items()}, "again": again, **asdict(start.fault)}

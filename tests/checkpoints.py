@@ -115,10 +115,9 @@ ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2),
 
 SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
 
-TENSOR_PLAN = {
-    "embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
-    "out": ColwiseParallel(output_layouts=Shard(-1)),
-}  # fmt: skip
+TENSOR_PLAN = dict(
+    embed=RowwiseParallel(), up=ColwiseParallel(), down=RowwiseParallel(), out=ColwiseParallel(output_layouts=Shard(-1))
+)
 
 
 def model_on(layout: Layout) -> UnevenToy:

@@ -17,15 +17,12 @@ from titan.contracts.plugin import registry
 from titan.inference import conversion
 from titan.inference.load_model import open_job
 
-SCALED = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
+SCALED = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
 
-LLAMA = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
-}  # fmt: skip
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"vocab_size": 257, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2}
 
 
 def model_of(folder: Path) -> Model:

@@ -66,8 +66,10 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "a call of this file's": (pickle.dumps(Calls(_plant, ())), r"names 'tests\.malicious_checkpoints\._plant'"),
     "the oldest protocol": (pickle.dumps(EVIL, 0), "opcode|names '"),
     "protocol 2": (pickle.dumps(EVIL, 2), "names '"),
-    "a dotted name": (_raw(_name("torch.distributed.checkpoint.metadata", "os.system"), _str(COMMAND), b"\x85R"),
-                      r"names 'torch\.distributed\.checkpoint\.metadata\.os\.system'"),
+    "a dotted name": (
+        _raw(_name("torch.distributed.checkpoint.metadata", "os.system"), _str(COMMAND), b"\x85R"),
+        r"names 'torch\.distributed\.checkpoint\.metadata\.os\.system'",
+    ),
     "a name of a module's import": (_raw(_name("torch.serialization", "os")), r"names 'torch\.serialization\.os'"),
     "a name that is no text": (_raw(b"K\x01K\x02\x93"), "names '1.2'"),
     "an instance by name": (_raw(b"(", _str(COMMAND), b"ios\nsystem\n"), "opcode b'i'"),
@@ -81,8 +83,10 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "a long number": (_raw(b"\x8a\x20" + b"\xff" * 32), "number of 32 bytes"),
     "a memo without end": (_raw(b"N", b"r\xff\xff\xff\x7f"), "is something else"),
     "a call of the result of a call": (_raw(_name("torch", "Size"), b")R)R"), "calls a Record"),
-    "state on a class": (_raw(METADATA_CLASS, b"}", _str("__init__"), _name("torch", "Size"), b"sb"),
-                         "sets the state of a Name"),
+    "state on a class": (
+        _raw(METADATA_CLASS, b"}", _str("__init__"), _name("torch", "Size"), b"sb"),
+        "sets the state of a Name",
+    ),
     "state on a type": (_raw(_name("torch", "float32"), b"}b"), "sets the state of a Name"),
     "state for slots": (_raw(METADATA_CLASS, b")\x81", b"}}", _str("__class__"), b"Ns\x86b"), "is no table"),
     "state twice": (_raw(METADATA_CLASS, b")\x81}b}b"), "sets the state of a Record"),
@@ -95,7 +99,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "an empty stack": (_raw(b"0"), "opcode b'0'"),
     "nothing": (b"", "not a valid pickle"),
     "more behind the end": (_raw(b"N") + pickle.dumps(EVIL), "is a pickle with unused data"),
-}  # fmt: skip
+}
 """Name -> (what .metadata is replaced by, what is said)."""
 
 
@@ -147,8 +151,10 @@ METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "code as a file": (set_at(place, relative_path=EVIL), r"names '(posix|os)\.system'"),
     "code as a size": (set_at(_chunk, sizes=EVIL), r"names '(posix|os)\.system'"),
     "planner_data": (lambda m: setattr(m, "planner_data", {"a": 1}), "planner_data is not empty"),
-    "bytes for a tensor": (lambda m: m.state_dict_metadata.update({NAME: BytesStorageMetadata()}),
-                           f"{NAME} is a serialized object"),
+    "bytes for a tensor": (
+        lambda m: m.state_dict_metadata.update({NAME: BytesStorageMetadata()}),
+        f"{NAME} is a serialized object",
+    ),
     "a foreign name": (_renamed("elsewhere"), "a tensor's name is none"),
     "a file above": (set_at(place, relative_path=f"../{DATA}"), r"'\.\./__0_0\.distcp', which its manifest does not"),
     "a file at the root": (set_at(place, relative_path="/etc/passwd"), "'/etc/passwd', which its manifest does not"),
@@ -174,7 +180,7 @@ METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "an unknown dtype": (lambda m: setattr(_tensor(m).properties, "dtype", torch.qint8), r"names 'torch\.qint8'"),
     "a sparse layout": (lambda m: setattr(_tensor(m).properties, "layout", torch.sparse_coo), "is not strided"),
     "no places": (lambda m: m.storage_data.clear(), "has no chunks"),
-}  # fmt: skip
+}
 """Name -> (change of DCP's metadata, what is said)."""
 
 
@@ -253,7 +259,7 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "a parameter": (_saved(torch.nn.Parameter(torch.zeros(3, 4))), r"names 'torch\._utils\._rebuild_parameter'"),
     "a sparse tensor": (_saved(torch.zeros(3, 4).to_sparse()), "other files|asks for"),
     "a table": (_saved({"a": torch.zeros(3, 4)}), "is not the tensor"),
-}  # fmt: skip
+}
 """Name -> (what stands where the bytes of a tensor were, what is said)."""
 
 

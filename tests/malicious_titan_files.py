@@ -129,7 +129,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no rest": (lambda state: state.pop("rest"), "has no valid rest"),
     "a format that is text": (lambda state: state.update(format="1"), "has format 1; this version"),
     "another format": (lambda state: state.update(format=99), "has format 99; this version"),
-}  # fmt: skip
+}
 """Name -> (change of state.json, what is said)."""
 
 STATE_TEXTS: dict[str, tuple[str, str]] = {
@@ -139,4 +139,4 @@ STATE_TEXTS: dict[str, tuple[str, str]] = {
     "a key twice": ('{"step": 1, "step": 2}', "the key 'step' appears twice"),
     "half a table": ('{"step": ', "cannot be read"),
     "no text": ("\udcff", "cannot be read"),
-}  # fmt: skip
+}

@@ -13,18 +13,19 @@ CLUSTER: Cluster = from_table(
     {
         "name": "round numbers",
         "device": {
-            "name": "round", "memory_gib": 80, "bandwidth_gb_s": 1000,
+            "name": "round",
+            "memory_gib": 80,
+            "bandwidth_gb_s": 1000,
             "peak_tflops": {"float32": 100, "bfloat16": 200, "float8": 400},
-            "power_w": 400, "idle_w": 100, "price": 3.6,
+            "power_w": 400,
+            "idle_w": 100,
+            "price": 3.6,
         },
         "kernels": {"matmul": {"float32": {"efficiency": 0.5}, "bfloat16": {"efficiency": 0.5}}},
-        "links": [
-            {"name": "inner", "ranks": 4, "bandwidth_gb_s": 100},
-            {"name": "outer", "bandwidth_gb_s": 10},
-        ],
+        "links": [{"name": "inner", "ranks": 4, "bandwidth_gb_s": 100}, {"name": "outer", "bandwidth_gb_s": 10}],
     },
     "tests",
-)  # fmt: skip
+)
 """Four devices per node, which compute at 50 TFLOP/s in float32."""
 
 

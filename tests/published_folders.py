@@ -72,10 +72,8 @@ def _gpt2(path: Path) -> Iterator[Any]:
 def _qwen3(path: Path) -> Iterator[Any]:
     """No BOS, tokens that tokenizer_config.json adds to those of tokenizer.json, eos of a turn, as Qwen3."""
     added = {"300": {"content": "<|im_start|>", "special": True}, "301": {"content": "<|im_end|>", "special": True}}
-    about = {
-        "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_bos_token": False,
-        "added_tokens_decoder": added,
-    }  # fmt: skip
+    about = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    about |= {"add_bos_token": False, "added_tokens_decoder": added}
     _saved(path, _byte_level(["<|endoftext|>"]), about)
     kinds = {"eos_token_id": [301, 0], "pad_token_id": 0}
     sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 304}
@@ -104,16 +102,15 @@ def _sentencepiece(path: Path) -> Iterator[Any]:
     said["added_tokens"] = said["added_tokens"][:3]  # bytes are ordinary tokens
     tokenizer = Tokenizer.from_str(json.dumps(said))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    about = {
-        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+    about = dict(
+        bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=True, clean_up_tokenization_spaces=False
+    )
     named = {"bos_token": {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False}}
     _saved(path, tokenizer, about, {"special_tokens_map.json": named})
     sizes = {**SIZES, "intermediate_size": 64, "vocab_size": 340, "initializer_range": 0.3, "rms_norm_eps": 1e-5}
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
-FOLDERS: Mapping[str, Callable[[Path], Iterator[Any]]] = {
-    "llama": _llama, "gpt2": _gpt2, "qwen3": _qwen3, "neox": _neox, "sentencepiece": _sentencepiece,
-}  # fmt: skip
+FOLDERS: Mapping[str, Callable[[Path], Iterator[Any]]] = dict(
+    llama=_llama, gpt2=_gpt2, qwen3=_qwen3, neox=_neox, sentencepiece=_sentencepiece
+)

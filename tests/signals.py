@@ -19,8 +19,7 @@ def job(folder: Path, *more: str, **signal: object) -> list[str]:
         (folder / "plugins").mkdir()
         shutil.copy(TEST_PLUGIN, folder / "plugins")
     options = [word for key, value in signal.items() for word in (f"--plugins.send_signal.{key}", str(value))]
-    return [
-        "--config", str(LLAMA), "--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache",
-        "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/plugins", "--checkpoint.enabled", "true",
-        *TEN, *options, *more,
-    ]  # fmt: skip
+    own = ["--config", str(LLAMA), "--run.dir", str(folder), "--run.name", "run", "--checkpoint.enabled", "true"]
+    paths = {"data.cache": "cache", "data.path": "text", "plugins.path": "plugins"}
+    own += [word for key, name in paths.items() for word in (f"--{key}", f"{folder}/{name}")]
+    return [*own, *TEN, *options, *more]

@@ -183,9 +183,15 @@ class Slurm:
         with self._changed:
             job.state = "RUNNING"
             shell = subprocess.Popen(
-                job.argv, cwd=ROOT, env=_batch_environment(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            )  # fmt: skip
+                job.argv,
+                cwd=ROOT,
+                env=_batch_environment(job),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         reader = Thread(target=self._read, args=(job, shell))
         reader.start()
         code = shell.wait()
@@ -254,11 +260,10 @@ def _batch_environment(job: Job) -> dict[str, str]:
     tasks = job.options.get("ntasks") or (str(nodes * int(per_node)) if per_node else "")
     listed = "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
     mark, _, step = job.mark("batch").partition("=")
-    own = {
-        "ENVIRONMENT": "BATCH", "SLURM_JOB_ID": job.name, "SLURM_JOBID": job.name, "SLURM_JOB_NODELIST": listed,
-        "SLURM_NODELIST": listed, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes),
-        "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", mark: step,
-    }  # fmt: skip
+    own = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": job.name, "SLURM_JOBID": job.name}
+    own |= {"SLURM_JOB_NODELIST": listed, "SLURM_NODELIST": listed}
+    own |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes)}
+    own |= {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", mark: step}
     if job.restarts:
         own |= {"SLURM_RESTART_COUNT": str(job.restarts)}
     if per_node:
@@ -300,11 +305,9 @@ def _srun(argv: list[str]) -> int:
     nodes = min(nodes, tasks)
     listed = "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
     job, _, _ = env[STEP].rpartition(".")
-    env |= {
-        STEP: f"{job}.0", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": listed,
-        "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_NNODES": str(nodes), "SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks),
-    }  # fmt: skip
+    env |= {STEP: f"{job}.0", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": listed}
+    env |= {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks)}
+    env |= {"SLURM_NNODES": str(nodes), "SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks)}
     running: dict[int, subprocess.Popen[bytes]] = {}  # by process id; reaped here alone
 
     def forward(number: int, _: object) -> None:

@@ -24,31 +24,25 @@ from titan.ranks.process import Rank
 from titan.testing.jobs import Outcome, train_job, write_text
 
 BASE = Path(__file__).parent / "configs" / "base.toml"
-GPT2 = {
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
-}  # fmt: skip
-BLOOM = {
-    "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "initializer_range": 0.2, "seq_length": 64,
-}  # fmt: skip
-GEMMA = {
-    **LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5,
-    "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-    "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
-}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2}
+GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "initializer_range": 0.2, "seq_length": 64}
+GEMMA = LLAMA | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True}
+GEMMA |= {"sliding_window": 5, "query_pre_attn_scalar": 8, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-NEOX = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
-    "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
-}  # fmt: skip
+NEOX = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=257)
+NEOX |= {"max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5}
 IN_TURN = {"use_parallel_residual": False, "rotary_pct": 0.25}
-MIXTRAL = {
-    **LLAMA, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1,
-}  # fmt: skip
-QWEN3_MOE = {
-    **LLAMA, "head_dim": 12, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "mlp_only_layers": [0],
-}  # fmt: skip
+MIXTRAL = LLAMA | dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.1)
+QWEN3_MOE = LLAMA | dict(
+    head_dim=12,
+    num_key_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    mlp_only_layers=[0],
+)
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama-gqa-scaled": ("llama", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": SCALED}),

@@ -130,9 +130,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument(
-        "--seconds", type=_positive, default=3600.0,
+        "--seconds",
+        type=_positive,
+        default=3600.0,
         help="deadline of the measurements, from the start of the command, whose imports take some more; default: 3600",
-    )  # fmt: skip
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="file to append to; default: runs/gpu/gpu.jsonl")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="folder of runs, tokens and checkpoints; default: runs/gpu"
@@ -141,9 +143,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference-only", action="store_true", help="make that folder and measure nothing")
     parser.add_argument("--table", action="store_true", help="print what is measured, and measure nothing")
     parser.add_argument(
-        "--predict", action="store_true",
+        "--predict",
+        action="store_true",
         help="append the planner's predictions of each job to bench/results/gpu_predictions.jsonl, and measure nothing",
-    )  # fmt: skip
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, in tiny sizes")
     args = parser.parse_args(argv)
     folder = Path("runs") / ("gpu-rehearsal" if args.rehearse else "gpu")

@@ -25,9 +25,11 @@ SLOT_S = 0.5
 """Seconds that each rate is measured for."""
 
 BACKENDS = {
-    "default": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "default": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}  # fmt: skip
+}
 HEADS = {"head 64": (32, 8, 64), "head 128": (24, 8, 128)}
 """Query heads, key-value heads and features of a head, of Llama 3.2 1B and 3B."""
 

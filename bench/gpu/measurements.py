@@ -11,9 +11,7 @@ from bench.gpu.steps import profiled
 from bench.gpu.turns import turns
 
 CALLS = ("a", "b", "c")
-FLOAT8 = (
-    "8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, float8 tensorwise", "1B, float8 rowwise",
-)  # fmt: skip
+FLOAT8 = ("8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, float8 tensorwise", "1B, float8 rowwise")
 PACKED = "1B, documents, varlen", "1B, documents, a mask"
 COMPILED = "1B", "1B at 2,048 tokens", "8B's shape", "3B, selective recomputation", *FLOAT8, *PACKED, "experts"
 
@@ -37,7 +35,10 @@ MEASUREMENTS = (
     Measurement("float8", "b", 180, "layers in float8, the head in bf16", speeds(*FLOAT8)),
     Measurement("profile-8B", "b", 20, "three steps of 8 layers of 8B", profiled("8B's shape")),
     Measurement(
-        "turns-3B", "b", 85, "3B with selective recomputation in turns with torchtitan",
+        "turns-3B",
+        "b",
+        85,
+        "3B with selective recomputation in turns with torchtitan",
         turns("3B, selective recomputation", 1),
     ),
     Measurement("packed", "b", 30, "1B with attention within documents", speeds(*PACKED)),
@@ -56,16 +57,30 @@ MEASUREMENTS = (
     Measurement("loader", "c", 30, "the loader's tokens/s beside those of training 1B", loader),
     Measurement("garbage", "c", 25, "collection of garbage beside a run", steps.garbage),
     Measurement(
-        "recompute", "c", 50, "1B with recomputation, and not compiled",
+        "recompute",
+        "c",
+        50,
+        "1B with recomputation, and not compiled",
         speeds("1B, selective recomputation", "1B, full recomputation", "1B, not compiled"),
     ),
     Measurement(
-        "memory", "c", 105, "1B with less on the device",
-        speeds("1B, optimizer on the host", "1B, activations on the host", "1B, 8-bit state",
-               "1B, updates in backward", "1B, pure bf16"),
+        "memory",
+        "c",
+        105,
+        "1B with less on the device",
+        speeds(
+            "1B, optimizer on the host",
+            "1B, activations on the host",
+            "1B, 8-bit state",
+            "1B, updates in backward",
+            "1B, pure bf16",
+        ),
     ),
     Measurement(
-        "memory-8B", "c", 80, "one rank of eight that train 8B, the others faked",
+        "memory-8B",
+        "c",
+        80,
+        "one rank of eight that train 8B, the others faked",
         speeds("8B, dp_shard 8, 7 ranks faked", "8B, dp_shard 4, tp 2, 7 ranks faked"),
     ),
     Measurement("profile-bf16", "c", 35, "three steps of 1B in pure bf16", profiled("1B, pure bf16")),
@@ -73,7 +88,10 @@ MEASUREMENTS = (
         "profile-ranks", "c", 40, "three steps of one rank of eight", profiled("8B, dp_shard 8, 7 ranks faked")
     ),
     Measurement(
-        "profile-more", "c", 130, "three steps of each job that takes longer than planned",
+        "profile-more",
+        "c",
+        130,
+        "three steps of each job that takes longer than planned",
         profiled("1B at 2,048 tokens", "8B's shape, float8 tensorwise", "1B, 8-bit state", "1B, optimizer on the host"),
     ),
-)  # fmt: skip
+)

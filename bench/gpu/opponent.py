@@ -45,10 +45,11 @@ def steps_of(asked: dict[str, Any]) -> dict[str, Any]:
             trainer.train_step(batches)
         taken = setting.each(lambda: trainer.train_step(batches), asked["steps"])
     return {
-        "first_s": first, "steps_s": taken,
+        "first_s": first,
+        "steps_s": taken,
         "allocated_gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": None if cpu else torch.cuda.max_memory_reserved() / 2**30,
-    }  # fmt: skip
+    }
 
 
 def trainer_of(asked: dict[str, Any]) -> Any:
@@ -73,12 +74,16 @@ def trainer_of(asked: dict[str, Any]) -> Any:
         **sizes, multiple_of=asked["ffn_dim"], ffn_dim_multiplier=asked["ffn_dim"] / widened, rope_theta=500000
     )
     spec = TrainSpec(
-        model_cls=Transformer, model_args={MODEL: model}, pipelining_fn=pipeline_llm,
+        model_cls=Transformer,
+        model_args={MODEL: model},
+        pipelining_fn=pipeline_llm,
         parallelize_fn=_wrapping if asked.get("reshard") else parallelize_llama,
-        build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=lambda **_: Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
-        build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
-    )  # fmt: skip
+        build_tokenizer_fn=None,
+        build_loss_fn=build_cross_entropy_loss,
+    )
     register_train_spec(MODEL, spec)
     trainer = Trainer(_config(asked))
     if asked.get("reshard"):
@@ -98,9 +103,12 @@ def _wrapping(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Modul
     model = parallelize_llama(model, parallel_dims, job_config)
     dtypes = (job_config.training.mixed_precision_param, job_config.training.mixed_precision_reduce)
     apply_fsdp(
-        model, init_device_mesh(device_type, (1,)), *(TORCH_DTYPE_MAP[dtype] for dtype in dtypes), pp_enabled=False,
+        model,
+        init_device_mesh(device_type, (1,)),
+        *(TORCH_DTYPE_MAP[dtype] for dtype in dtypes),
+        pp_enabled=False,
         reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
-    )  # fmt: skip
+    )
     return model
 
 
@@ -165,8 +173,11 @@ def accept_cpu() -> None:
     utils._get_available_device_type = lambda: "cpu"
     utils._get_device_module = lambda _: torch.cpu
     absent = {
-        "get_device_name": lambda *_: "cpu", "get_device_properties": lambda *_: SimpleNamespace(total_memory=1),
-        "memory_stats": lambda *_: {}, "reset_peak_memory_stats": lambda: None, "empty_cache": lambda: None,
-    }  # fmt: skip
+        "get_device_name": lambda *_: "cpu",
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=1),
+        "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
     for name, value in absent.items():
         setattr(torch.cpu, name, value)

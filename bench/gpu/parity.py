@@ -30,10 +30,12 @@ FP32: dict[str, tuple[str, Keys]] = {
     "recompute every second block": ("untied", {"plugins.activation_checkpoint.mode": "every_n"}),
     "recompute selective": ("untied", {"plugins.activation_checkpoint.mode": "selective"}),
     "compiled, recompute full": (
-        "untied", {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "full"}
+        "untied",
+        {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "full"},
     ),
     "compiled, recompute selective": (
-        "untied", {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "selective"}
+        "untied",
+        {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "selective"},
     ),
     "4 micro batches": ("untied", {"train.micro_batch_size": 2}),
     "4 micro batches, ZeRO stage 3": ("untied", {"train.micro_batch_size": 2, "plugins.fsdp.zero_stage": 3}),
@@ -41,7 +43,7 @@ FP32: dict[str, tuple[str, Keys]] = {
     "tied": ("tied", {}),
     "packed documents": ("packed", {}),
     "packed documents, compiled": ("packed", {"plugins.compile.enabled": True}),
-}  # fmt: skip
+}
 """By name: the curve that a job must draw, and its keys."""
 
 
@@ -49,10 +51,14 @@ def fp32(setting: Setting) -> Iterator[Row]:
     """Every job of `FP32`."""
     # One job compiles to code in a rehearsal too; a CPU would take a minute for each of the others.
     slow = {"plugins.compile.backend": "aot_eager"} if setting.rehearse else {}
-    yield from _against(setting, {
-        name: (curve, {**keys, **(slow if "plugins.compile.enabled" in keys and name != "compiled" else {})})
-        for name, (curve, keys) in FP32.items()
-    }, (LOSS_RTOL, NORM_RTOL))  # fmt: skip
+    yield from _against(
+        setting,
+        {
+            name: (curve, {**keys, **(slow if "plugins.compile.enabled" in keys and name != "compiled" else {})})
+            for name, (curve, keys) in FP32.items()
+        },
+        (LOSS_RTOL, NORM_RTOL),
+    )
 
 
 def bf16(setting: Setting) -> Iterator[Row]:
@@ -71,10 +77,11 @@ def fp16(setting: Setting) -> Iterator[Row]:
 def float8(setting: Setting) -> Iterator[Row]:
     """float8 in each recipe, compiled as it is meant to be used."""
     keys: Keys = {
-        "plugins.bf16.enabled": True, "plugins.compile.enabled": True,
+        "plugins.bf16.enabled": True,
+        "plugins.compile.enabled": True,
         "plugins.compile.backend": setting.size("inductor", "aot_eager"),
         "plugins.float8.emulate": setting.size("auto", "always"),
-    }  # fmt: skip
+    }
     recipes = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     jobs_ = {f"float8, {recipe}": ("untied", {**keys, "plugins.float8.recipe": recipe}) for recipe in recipes}
     yield from _against(setting, jobs_, BANDS["float8"])

@@ -47,9 +47,11 @@ def predicted(name: str, shape: Shape) -> dict[str, float]:
     (memory,) = planned.memory
     alone_s = planned.step_time_s - sum(planned.time_s[purpose] for purpose in COMMUNICATION)
     return {
-        "step_s": round(alone_s, 5), "mfu": round(planned.mfu * planned.step_time_s / alone_s, 4),
-        "allocated_gib": round(memory.allocated / GIB, 2), "reserved_gib": round(memory.reserved / GIB, 2),
-    }  # fmt: skip
+        "step_s": round(alone_s, 5),
+        "mfu": round(planned.mfu * planned.step_time_s / alone_s, 4),
+        "allocated_gib": round(memory.allocated / GIB, 2),
+        "reserved_gib": round(memory.reserved / GIB, 2),
+    }
 
 
 def table(device: str, last: Mapping[str, Record], path: Path = PATH) -> str:

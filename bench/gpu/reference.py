@@ -11,11 +11,7 @@ from bench.gpu import jobs
 from bench.gpu.jobs import Curve, Keys
 from bench.gpu.setting import Setting
 
-JOBS: dict[str, Keys] = {
-    "untied": {},
-    "tied": {"model.tied": True},
-    "packed": {"data.packing": "document_mask"},
-}
+JOBS: dict[str, Keys] = {"untied": {}, "tied": {"model.tied": True}, "packed": {"data.packing": "document_mask"}}
 """Each has a curve of its own. All but `tied` start from the weights of `untied`."""
 
 STEPS_BEFORE = 4

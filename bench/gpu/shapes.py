@@ -29,9 +29,13 @@ class Shape:
     def plan_keys(self) -> dict[str, object]:
         """Its keys, but for the tokens: what a plan needs."""
         return {
-            "model.preset": self.preset, "model.tied": False, "data.seq_len": self.seq_len,
-            "train.global_batch_size": self.sequences, "train.micro_batch_size": 1, **self.keys,
-        }  # fmt: skip
+            "model.preset": self.preset,
+            "model.tied": False,
+            "data.seq_len": self.seq_len,
+            "train.global_batch_size": self.sequences,
+            "train.micro_batch_size": 1,
+            **self.keys,
+        }
 
 
 ONE_B, THREE_B, EIGHT_B = "llama3-1b", "llama3-3b", "llama3-8b"
@@ -74,11 +78,7 @@ JOBS: dict[str, Shape] = {
 }
 """By name. Each is planned (`bench.gpu.predictions`) and measured (`bench.gpu.speed`, `bench.gpu.turns`)."""
 
-REHEARSED = {
-    "model.max_seq_len": 64,
-    "data.seq_len": 64,
-    "plugins.compile.backend": "aot_eager",
-}
+REHEARSED = {"model.max_seq_len": 64, "data.seq_len": 64, "plugins.compile.backend": "aot_eager"}
 
 
 def keys_of(setting: Setting, shape: Shape) -> dict[str, object]:

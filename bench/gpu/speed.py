@@ -54,13 +54,15 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
         step = statistics.median(taken)
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
         return {
-            "first_s": first, "steps_s": taken, "tokens": run.job.tokens_per_step // shape.ranks,
+            "first_s": first,
+            "steps_s": taken,
+            "tokens": run.job.tokens_per_step // shape.ranks,
             "dropped": run.guard.read()[0].dropped,
             "mfu": {counted: mfu(setting, each, step) for counted, each in flops.items()},
             "allocated_gib": None if setting.rehearse else torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": None if setting.rehearse else torch.cuda.max_memory_reserved() / 2**30,
             "sizes": {key: getattr(run.context.spec, key, None) for key in sizes},
-        }  # fmt: skip
+        }
 
 
 def rows(name: str, taken: dict[str, Any]) -> Iterator[Row]:

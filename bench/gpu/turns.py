@@ -71,11 +71,20 @@ def _asked(setting: Setting, name: str, sizes: dict[str, int], reshard: str) -> 
     keys = keys_of(setting, shape)
     recompute = keys.get("plugins.activation_checkpoint.mode", "none")
     return {
-        **sizes, "seq_len": keys["data.seq_len"], "batch": 1, "micro_batches": shape.sequences,
-        "steps": setting.size(speed.STEPS, 2), "warm_up": setting.size(2, 1), "device": setting.device.type,
-        "dtype": "bfloat16", "backend": setting.size("inductor", "aot_eager"), "recompute": recompute,
-        "reshard": reshard, "tokens": str(keys["data.path"]), "folder": str(setting.folder / "torchtitan"),
-    }  # fmt: skip
+        **sizes,
+        "seq_len": keys["data.seq_len"],
+        "batch": 1,
+        "micro_batches": shape.sequences,
+        "steps": setting.size(speed.STEPS, 2),
+        "warm_up": setting.size(2, 1),
+        "device": setting.device.type,
+        "dtype": "bfloat16",
+        "backend": setting.size("inductor", "aot_eager"),
+        "recompute": recompute,
+        "reshard": reshard,
+        "tokens": str(keys["data.path"]),
+        "folder": str(setting.folder / "torchtitan"),
+    }
 
 
 def _joined(turns_taken: list[dict[str, Any]]) -> dict[str, Any]:

@@ -35,10 +35,13 @@ from bench.peers.turns import Trainer
 from titan.plugins.attention.cpu_kernel import why_not
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
-    OURS: (), KERNEL: (), "bare": (),
+    OURS: (),
+    KERNEL: (),
+    "bare": (),
     "torchtitan": ("torchtitan", "tyro", "datasets", "tokenizers", "einops", "triton"),
-    "huggingface": ("transformers", "accelerate"), "litgpt": ("litgpt",),
-}  # fmt: skip
+    "huggingface": ("transformers", "accelerate"),
+    "litgpt": ("litgpt",),
+}
 """Trainer -> packages that it needs; but for titan's second one, each is a module of this package."""
 
 ON_SEVERAL_RANKS = (OURS, KERNEL, "torchtitan")

@@ -12,8 +12,13 @@ from bench.gpu.opponent import Tokens
 from titan.layers.products import LACKS_BF16
 
 SIZES: Mapping[str, int] = {
-    "dim": 256, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 768, "vocab_size": 2048
-}  # fmt: skip
+    "dim": 256,
+    "n_layers": 8,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "ffn_dim": 768,
+    "vocab_size": 2048,
+}
 SEQ_LEN, SEQUENCES = 512, 4
 """Tokens per sequence, and sequences per step over all ranks; 1 in bf16 where the CPU lacks it and others take long."""
 
@@ -43,11 +48,19 @@ class Case:
     def asked(self, folder: Path) -> dict[str, Any]:
         """The same for the process of a trainer, as JSON takes it; makes the tokens."""
         return {
-            **SIZES, **self.degrees, "seq_len": SEQ_LEN, "sequences": self.sequences, "ranks": self.ranks,
-            "batch": self.sequences // self.degrees.get("dp", 1), "dtype": "bfloat16" if self.bf16 else "float32",
-            "backend": "inductor" if self.compiled else "", "recompute": "none", "lr": LR, "folder": str(folder),
+            **SIZES,
+            **self.degrees,
+            "seq_len": SEQ_LEN,
+            "sequences": self.sequences,
+            "ranks": self.ranks,
+            "batch": self.sequences // self.degrees.get("dp", 1),
+            "dtype": "bfloat16" if self.bf16 else "float32",
+            "backend": "inductor" if self.compiled else "",
+            "recompute": "none",
+            "lr": LR,
+            "folder": str(folder),
             "tokens": str(jobs.tokens(folder, SIZES["vocab_size"], TOKENS)),
-        }  # fmt: skip
+        }
 
 
 CASES = (

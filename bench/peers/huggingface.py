@@ -31,16 +31,32 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     share_cores(asked["ranks"])
     config = LlamaConfig(
-        hidden_size=asked["dim"], num_hidden_layers=asked["n_layers"], num_attention_heads=asked["n_heads"],
-        num_key_value_heads=asked["n_kv_heads"], intermediate_size=asked["ffn_dim"], vocab_size=asked["vocab_size"],
-        max_position_embeddings=asked["seq_len"], tie_word_embeddings=False, attn_implementation="sdpa",
-    )  # fmt: skip
+        hidden_size=asked["dim"],
+        num_hidden_layers=asked["n_layers"],
+        num_attention_heads=asked["n_heads"],
+        num_key_value_heads=asked["n_kv_heads"],
+        intermediate_size=asked["ffn_dim"],
+        vocab_size=asked["vocab_size"],
+        max_position_embeddings=asked["seq_len"],
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
     arguments = TrainingArguments(
-        output_dir=asked["folder"], use_cpu=True, max_steps=1_000_000, per_device_train_batch_size=asked["batch"],
-        learning_rate=asked["lr"], weight_decay=0.1, max_grad_norm=1.0, optim="adamw_torch_fused",
-        bf16=asked["dtype"] == "bfloat16", torch_compile=bool(asked["backend"]), report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=asked["folder"],
+        use_cpu=True,
+        max_steps=1_000_000,
+        per_device_train_batch_size=asked["batch"],
+        learning_rate=asked["lr"],
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        bf16=asked["dtype"] == "bfloat16",
+        torch_compile=bool(asked["backend"]),
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     trainer = _Peer(LlamaForCausalLM(config), arguments)
     trainer.asked = asked
     trainer.train()

@@ -21,11 +21,19 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     share_cores(asked["ranks"])
     config = Config(
-        n_embd=asked["dim"], n_layer=asked["n_layers"], n_head=asked["n_heads"], n_query_groups=asked["n_kv_heads"],
-        intermediate_size=asked["ffn_dim"], padded_vocab_size=asked["vocab_size"], block_size=asked["seq_len"],
-        bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False,
+        n_embd=asked["dim"],
+        n_layer=asked["n_layers"],
+        n_head=asked["n_heads"],
+        n_query_groups=asked["n_kv_heads"],
+        intermediate_size=asked["ffn_dim"],
+        padded_vocab_size=asked["vocab_size"],
+        block_size=asked["seq_len"],
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        parallel_residual=False,
         rotary_percentage=1.0,
-    )  # fmt: skip
+    )
     precision = "bf16-mixed" if asked["dtype"] == "bfloat16" else "32-true"
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
     fabric.launch()
@@ -37,13 +45,24 @@ def main() -> None:
     tokens_per_step, samples = asked["batch"] * asked["seq_len"], _samples(asked)
     tried = [next(samples), next(samples)]  # on which `fit` validates before it trains
     fit(
-        fabric, 1, state, Waiting(samples), tried, Path(asked["folder"]), None,
+        fabric,
+        1,
+        state,
+        Waiting(samples),
+        tried,
+        Path(asked["folder"]),
+        None,
         TrainArgs(
-            global_batch_size=asked["batch"], micro_batch_size=asked["batch"], max_norm=1.0, lr_warmup_steps=0,
-            max_tokens=1_000_000 * tokens_per_step, log_interval=1_000_000, save_interval=None,
+            global_batch_size=asked["batch"],
+            micro_batch_size=asked["batch"],
+            max_norm=1.0,
+            lr_warmup_steps=0,
+            max_tokens=1_000_000 * tokens_per_step,
+            log_interval=1_000_000,
+            save_interval=None,
         ),
         EvalArgs(interval=1_000_000, final_validation=False, initial_validation=False),
-    )  # fmt: skip
+    )
 
 
 def _samples(asked: dict[str, int]) -> Iterator[Tensor]:

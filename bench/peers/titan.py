@@ -33,16 +33,24 @@ def words_of(asked: dict[str, Any]) -> list[str]:
     """The command line of a case's job."""
     keys = {
         "config": CONFIG,
-        "run.dir": asked["folder"], "run.name": "titan", "run.device": "cpu", "tokenizer.name": "byte",
-        "data.name": "shards", "data.path": asked["tokens"], "data.seq_len": asked["seq_len"],
-        "train.global_batch_size": asked["sequences"], "train.micro_batch_size": 1 if "pp" in asked else asked["batch"],
-        "optimizer.lr": asked["lr"], "metrics.every": 1_000_000, "checkpoint.enabled": "false",
+        "run.dir": asked["folder"],
+        "run.name": "titan",
+        "run.device": "cpu",
+        "tokenizer.name": "byte",
+        "data.name": "shards",
+        "data.path": asked["tokens"],
+        "data.seq_len": asked["seq_len"],
+        "train.global_batch_size": asked["sequences"],
+        "train.micro_batch_size": 1 if "pp" in asked else asked["batch"],
+        "optimizer.lr": asked["lr"],
+        "metrics.every": 1_000_000,
+        "checkpoint.enabled": "false",
         **{f"model.{size}": asked[size] for size in SIZES},
         **{f"mesh.{axis}": asked[name] for name, axis in AXES.items() if name in asked},
         "plugins.bf16.enabled": str(asked["dtype"] == "bfloat16").lower(),
         **({"plugins.attention.backend": "cpu"} if "kernel" in asked else {}),
         "plugins.compile.enabled": str(bool(asked["backend"])).lower(),
-    }  # fmt: skip
+    }
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 

@@ -76,40 +76,70 @@ HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
 
 CONSTANTS = (
-    *_constants_of(A100, {
-        "products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95),
-        "products.small_batch_factor": (0.02, 1.0),
-    }, lent=ON_OMNI_PATH),
-    *_constants_of(A100, {
-        "products.wave_quantization": (0.0, 1.0), "products.k_half": (0, 300), "products.unaligned_factor": (0.6, 1.0),
-        "products.unaligned_16b_factor": (0.02, 1.0), "kernels.launch_us": (0, 15),
-        "kernels.overlap_slowdown": (0.0, 1.0),
-    }, lent=(*ON_OMNI_PATH, *V100, *H100, *LIKE_H100, "mi250x-frontier")),
-    *_constants_of(A100, {
-        "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
-        "link.efficiency": (0.4, 0.9),
-    }, lent=(*ON_OMNI_PATH, *V100)),
+    *_constants_of(
+        A100,
+        {
+            "products.efficiency": (0.5, 0.95),
+            "kernels.bandwidth_efficiency": (0.6, 0.95),
+            "products.small_batch_factor": (0.02, 1.0),
+        },
+        lent=ON_OMNI_PATH,
+    ),
+    *_constants_of(
+        A100,
+        {
+            "products.wave_quantization": (0.0, 1.0),
+            "products.k_half": (0, 300),
+            "products.unaligned_factor": (0.6, 1.0),
+            "products.unaligned_16b_factor": (0.02, 1.0),
+            "kernels.launch_us": (0, 15),
+            "kernels.overlap_slowdown": (0.0, 1.0),
+        },
+        lent=(*ON_OMNI_PATH, *V100, *H100, *LIKE_H100, "mi250x-frontier"),
+    ),
+    *_constants_of(
+        A100,
+        {
+            "kernels.attention_forward": (0.15, 0.8),
+            "kernels.attention_backward": (0.15, 0.8),
+            "link.efficiency": (0.4, 0.9),
+        },
+        lent=(*ON_OMNI_PATH, *V100),
+    ),
     *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95)}),
     *_constants_of(H100, {"products.bfloat16.efficiency": (0.3, 0.95)}, lent=LIKE_H100),
     *_constants_of(
         H100, {"kernels.attention_forward": (0.08, 0.8), "kernels.attention_backward": (0.08, 0.8)}, lent=LIKE_H100
     ),
-    *_constants_of(H100, {
-        "kernels.bandwidth_efficiency": (0.6, 0.95), "products.float8.efficiency": (0.2, 0.95),
-        "link.efficiency": (0.4, 0.9),
-    }, lent=LIKE_H100),
+    *_constants_of(
+        H100,
+        {
+            "kernels.bandwidth_efficiency": (0.6, 0.95),
+            "products.float8.efficiency": (0.2, 0.95),
+            "link.efficiency": (0.4, 0.9),
+        },
+        lent=LIKE_H100,
+    ),
     *_constants_of(
         ("h100-cudnn",), {"kernels.attention_forward": (0.1, 0.9), "kernels.attention_backward": (0.1, 0.9)}
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
-    *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in (
-          (OMNI_PATH, ()), (REPAIRED, ON_OMNI_PATH), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100, *MEASURED))
-      )
-      for key, between in SHARES.items()),
-    *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
-      for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
-)  # fmt: skip
+    *(
+        Constant((), f"fabric.{name}.{key}", *between, lent=lent)
+        for name, lent in (
+            (OMNI_PATH, ()),
+            (REPAIRED, ON_OMNI_PATH),
+            (HDR, A100),
+            (INFINIBAND, (*H100, *LIKE_H100, *MEASURED)),
+        )
+        for key, between in SHARES.items()
+    ),
+    *(
+        Constant((), f"fabric.{name}.{key}", *between)
+        for name in (FAST_ROCE, ROCE)
+        for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -260,10 +290,15 @@ def fit(
     seen = [c for c in constants if any(_sees(case, c) for case in timed)]
     errors = _Errors(timed, seen)
     found = least_squares(
-        errors.at, errors.inside(World(start)), jac=errors.slopes,
+        errors.at,
+        errors.inside(World(start)),
+        jac=errors.slopes,
         bounds=([c.low for c in seen], [c.high for c in seen]),
-        loss="soft_l1", f_scale=0.02, x_scale=[c.high - c.low for c in seen], max_nfev=rounds,
-    )  # fmt: skip
+        loss="soft_l1",
+        f_scale=0.02,
+        x_scale=[c.high - c.low for c in seen],
+        max_nfev=rounds,
+    )
     return dict(zip(seen, map(float, found.x), strict=True))
 
 

@@ -175,10 +175,18 @@ def written(measured: Mapping[str, Any], fitted: Mapping[str, Any]) -> str:
         fitted: the content of fit.json; empty if nothing was fitted.
     """
     parts = [
-        INTRO, _left_out(fitted.get("left_out", {})), _groups(measured["groups"]), _sources(measured["sources"]),
-        _sweeps(measured["sweeps"]), _memory(measured), _schedules(measured["schedules"]), WHY,
-        _constants(fitted.get("constants", [])), _frameworks(), _skipped(measured),
-    ]  # fmt: skip
+        INTRO,
+        _left_out(fitted.get("left_out", {})),
+        _groups(measured["groups"]),
+        _sources(measured["sources"]),
+        _sweeps(measured["sweeps"]),
+        _memory(measured),
+        _schedules(measured["schedules"]),
+        WHY,
+        _constants(fitted.get("constants", [])),
+        _frameworks(),
+        _skipped(measured),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -206,8 +214,17 @@ def _groups(groups: Mapping[str, Mapping[str, Any]]) -> str:
             aim = f"{100 * of['target']:.1f} %" if of["target"] else "-"
             rows.append([name, of["n"], *_figures(of), aim, of["explained"]["n"], *_figures(of["explained"])[::2]])
     head = [
-        "rows", "n", "mean", "median", "p90", "max", "target mean", "n explained", "mean explained", "p90 explained",
-    ]  # fmt: skip
+        "rows",
+        "n",
+        "mean",
+        "median",
+        "p90",
+        "max",
+        "target mean",
+        "n explained",
+        "mean explained",
+        "p90 explained",
+    ]
     said = _paragraph(
         "In-sample errors of rows of grade A: the constants were fitted to these rows.",
         "The last three columns exclude the unexplained rows, whose times no model explains.",
@@ -231,14 +248,28 @@ def _left_out(table: Mapping[str, Mapping[str, Any]]) -> str:
     if not table:
         return ""
     rows = [
-        [source, of["n"], *_figures(of)[::2], _percent(of["explained"]["mean"]), f"{of['scale']:.3f}",
-         *_figures(of["scaled"])[::2], len(of["borrowed"])]
+        [
+            source,
+            of["n"],
+            *_figures(of)[::2],
+            _percent(of["explained"]["mean"]),
+            f"{of['scale']:.3f}",
+            *_figures(of["scaled"])[::2],
+            len(of["borrowed"]),
+        ]
         for source, of in table.items()
-    ]  # fmt: skip
+    ]
     head = [
-        "source", "n", "mean", "p90", "mean explained", "scale", "mean after scaling", "p90 after scaling",
+        "source",
+        "n",
+        "mean",
+        "p90",
+        "mean explained",
+        "scale",
+        "mean after scaling",
+        "p90 after scaling",
         "constants borrowed",
-    ]  # fmt: skip
+    ]
     n = sum(of["n"] for of in table.values())
     mean = sum(of["n"] * of["mean"] for of in table.values()) / n
     said = f"The mean over all {n} rows of the table is {_percent(mean)}."
@@ -252,9 +283,12 @@ def _sweeps(sweeps: Mapping[str, Mapping[str, float]]) -> str:
     ]
     apart, right = (sum(of[key] for of in sweeps.values()) for key in ("apart", "right"))
     head = [
-        "sweep: source, layers x width, heads, devices, fabric", "n", "rank correlation", "pairs ranked correctly",
+        "sweep: source, layers x width, heads, devices, fabric",
+        "n",
+        "rank correlation",
+        "pairs ranked correctly",
         "loss of the chosen layout",
-    ]  # fmt: skip
+    ]
     good = sum(of["correlation"] >= 0.9 for of in sweeps.values())
     near = sum(of["lost"] <= 0.05 for of in sweeps.values())
     said = _paragraph(
@@ -308,10 +342,15 @@ def _constants(constants: Sequence[Mapping[str, Any]]) -> str:
     if not constants:
         return ""
     rows = [
-        [", ".join(of["devices"]) or of["where"].split(".")[1], _key(of["where"]), f"{of['value']:.3f}",
-         f"{of['low']:g} to {of['high']:g}", of["rows"]]
+        [
+            ", ".join(of["devices"]) or of["where"].split(".")[1],
+            _key(of["where"]),
+            f"{of['value']:.3f}",
+            f"{of['low']:g} to {of['high']:g}",
+            of["rows"],
+        ]
         for of in constants
-    ]  # fmt: skip
+    ]
     drawn = " and ".join(f"`{key.split('.')[-1]}`" for key in USUAL)
     prior = f"- {drawn} have a weak prior at 0.25, where the rows hardly determine them.\n"
     prior += "  A data sheet gives 0.25 of the peak for products without tensor cores.\n"

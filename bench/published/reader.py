@@ -14,7 +14,7 @@ from titan.contracts.base.cost import (
     Recompute,
     Region,
     SavedTensor,
-)  # fmt: skip
+)
 from titan.contracts.base.layout import Axis, Layout
 
 from .describe import Framework
@@ -28,8 +28,18 @@ AXES = (
     Axis(name="cp", data="sliced", weights="copies", topology_order=30, doc="parts of a sequence"),
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc="parts of a layer"),
 )
-STYLES = {"embed": "embedding", "qkv": "column", "q": "column", "k": "column", "v": "column", "proj": "row",
-          "up": "column", "gate": "column", "down": "row", "head": "head"}  # fmt: skip
+STYLES = {
+    "embed": "embedding",
+    "qkv": "column",
+    "q": "column",
+    "k": "column",
+    "v": "column",
+    "proj": "row",
+    "up": "column",
+    "gate": "column",
+    "down": "row",
+    "head": "head",
+}
 SPLIT_GRADIENTS = {"fp16": 2, "bf16": 2}
 
 
@@ -67,18 +77,33 @@ def costs_of(job: Row, framework: Framework) -> Costs:
     accumulated = (2 + 2 * gradient) * several * (framework.accumulate == "add")
     stages, ordered = stages_of(job, framework.cut)
     return Costs(
-        seq_len=job.seq_len, dim=job.hidden, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
+        seq_len=job.seq_len,
+        dim=job.hidden,
+        micro_batch=job.micro_batch,
+        micro_batches=job.micro_batches,
         embeddings=(EmbeddingOp(module="embed", rows=padded(job, framework), width=job.hidden),),
-        layer=_layer(job, framework, dtype, accumulated), head=_head(job, framework, accumulated),
-        styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
-        itemsize=2, reduce_itemsize=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
-        state=held(job, framework, gradient), update_bytes=framework.update_bytes,
+        layer=_layer(job, framework, dtype, accumulated),
+        head=_head(job, framework, accumulated),
+        styles=STYLES,
+        tied=framework.tied if job.tied is None else job.tied,
+        splits=splits,
+        itemsize=2,
+        reduce_itemsize=gradient,
+        dtype=dtype,
+        wide_dtype=wide,
+        fused=framework.compiled,
+        state=held(job, framework, gradient),
+        update_bytes=framework.update_bytes,
         updated_over=SHARDED if job.zero else (),
         collectives=(*_tensor_collectives(job, framework), *_data_collectives(job, framework, gradient)),
-        recompute=_recompute(job, framework), stages=stages, order=ordered,
-        pipeline_axis="pp" if job.pp > 1 else "", loss_chunks=framework.loss_chunks, blocking=framework.blocking_p2p,
+        recompute=_recompute(job, framework),
+        stages=stages,
+        order=ordered,
+        pipeline_axis="pp" if job.pp > 1 else "",
+        loss_chunks=framework.loss_chunks,
+        blocking=framework.blocking_p2p,
         sent_over=("tp",) if framework.scatter_p2p and not job.sequence_parallel else (),
-    )  # fmt: skip
+    )
 
 
 def sends_narrow(job: Row, framework: Framework) -> bool:
@@ -114,9 +139,14 @@ def _norm(job: Row, framework: Framework) -> Elementwise:
         backward += forward
     kept = SavedTensor(numel=h, region="hidden"), SavedTensor(numel=2, region="hidden", itemsize=4)
     return Elementwise(
-        module="norm", region="hidden", forward=forward * h, backward=backward * h, params=2 if framework.bias else 1,
-        width=h, saved=kept,
-    )  # fmt: skip
+        module="norm",
+        region="hidden",
+        forward=forward * h,
+        backward=backward * h,
+        params=2 if framework.bias else 1,
+        width=h,
+        saved=kept,
+    )
 
 
 def _added(job: Row, framework: Framework) -> Elementwise:
@@ -148,9 +178,11 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     entering: list[Operation] = (
         [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, saved=taken)]
         if framework.fused_qkv
-        else [Matmul(module="q", inputs=h, outputs=q, bias=bias, saved=taken), *(
-            Matmul(module=name, inputs=h, outputs=kv, bias=bias) for name in "kv")]
-    )  # fmt: skip
+        else [
+            Matmul(module="q", inputs=h, outputs=q, bias=bias, saved=taken),
+            *(Matmul(module=name, inputs=h, outputs=kv, bias=bias) for name in "kv"),
+        ]
+    )
     rotary = [Elementwise(region="tp_sharded", forward=2 * (q + kv), backward=2 * (q + kv))] if job.gated else []
     attention = Attention(heads=job.heads, kv_heads=job.kv_heads, head_dim=d, scores_written=not flash, saved=attended)  # type: ignore[arg-type]
     entering_down = SavedTensor(numel=f, region="tp_sharded", itemsize=narrow)
@@ -168,12 +200,18 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
         kept = SavedTensor(numel=(3 if framework.gate_kept else 2) * f, region="tp_sharded")
         act = Elementwise(region="tp_sharded", forward=3 * f, backward=5 * f, saved=(kept,))
     ops: list[Operation] = [
-        _norm(job, framework), *entering, *rotary, attention,
-        Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
-        _norm(job, framework), *up, act,
+        _norm(job, framework),
+        *entering,
+        *rotary,
+        attention,
+        Matmul(module="proj", inputs=q, outputs=h, bias=bias),
+        _added(job, framework),
+        _norm(job, framework),
+        *up,
+        act,
         Matmul(module="down", inputs=f, outputs=h, bias=bias, saved=(entering_down,)),
         _added(job, framework),
-    ]  # fmt: skip
+    ]
     if dtype == "float8":
         widths = [op.inputs + op.outputs for op in ops if isinstance(op, Matmul)]
         # A scale for each row takes its maximum and casts twice, for the operand as it is and as it lies in backward.
@@ -197,7 +235,7 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
     kept: tuple[SavedTensor, ...] = (
         SavedTensor(numel=words, region="logits"),
         SavedTensor(numel=framework.loss_kept[job.tp > 1] * words, region="logits", itemsize=4),
-    )  # fmt: skip
+    )
     if framework.fused_loss or framework.loss_chunks > 1:
         kept = (SavedTensor(numel=words * framework.fused_loss, region="logits"),)
     ops: list[Operation] = [
@@ -218,28 +256,50 @@ def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
     if job.cp > 1:
         kv = 2 * job.hidden * (job.heads if framework.cp_repeats_heads else job.kv_heads) // job.heads
         for when, passes in (("forward", 1), ("backward", 2)):
-            found.append(CollectiveCost(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
-                                 numel=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
+            found.append(
+                CollectiveCost(
+                    axes=("cp",),
+                    collective="all_gather",
+                    where="layer",
+                    when=when,  # type: ignore[arg-type]
+                    numel=kv * job.cp * passes / job.tp,
+                    overlaps=True,
+                )
+            )
     if job.tp == 1:
         return found
     kinds = {"all_gather": 1, "reduce_scatter": 1} if job.sequence_parallel else {"all_reduce": 1}
     for kind in kinds:
         narrow = kind == "all_gather" and sends_narrow(job, framework)
         settings: dict[str, Any] = {
-            "axes": ("tp",), "collective": kind, "numel": job.hidden, "itemsize": 1 if narrow else 0
-        }  # fmt: skip
+            "axes": ("tp",),
+            "collective": kind,
+            "numel": job.hidden,
+            "itemsize": 1 if narrow else 0,
+        }
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
         # Where gate and up are products of their own, so are the sums of what backward makes of their input.
         back = 3 if job.gated and framework.split_gate else 2
         # A gradient is gathered before its products can begin; its sum runs beside the product of the weights.
         beside = framework.tp_overlap or (framework.tp_overlap_backward and kind != "all_gather")
-        found += [CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
-                  for when, count in (("forward", 2), ("recompute", again))]  # fmt: skip
+        found += [
+            CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
+            for when, count in (("forward", 2), ("recompute", again))
+        ]
         found.append(CollectiveCost(where="layer", when="backward", count=back, overlaps=beside, **settings))
     if job.sequence_parallel and framework.tp_overlap_backward:
         # The saved slices of the inputs of two products are gathered beside the products of their gradients.
-        found.append(CollectiveCost(axes=("tp",), collective="all_gather", numel=job.hidden, where="layer",
-                                    when="backward", count=2, overlaps=True))  # fmt: skip
+        found.append(
+            CollectiveCost(
+                axes=("tp",),
+                collective="all_gather",
+                numel=job.hidden,
+                where="layer",
+                when="backward",
+                count=2,
+                overlaps=True,
+            )
+        )
     one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numel": job.hidden}
     return [
         *found,
@@ -280,7 +340,7 @@ def _data_collectives(job: Row, framework: Framework, gradient: int) -> list[Col
             CollectiveCost(collective=summed, itemsize=gradient, numel=1, **shard, **beside),  # type: ignore[arg-type]
             replicas,
             CollectiveCost(collective="all_gather", itemsize=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
-        ]  # fmt: skip
+        ]
     width = 1 if sends_narrow(job, framework) else 2
     use: dict[str, Any] = {**shard, "where": "unit", "per": "micro_batch", "overlaps": True}
     return [

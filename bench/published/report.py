@@ -45,12 +45,22 @@ class Result:
         """The result for `--json`: measured and predicted values with their errors."""
         case = self.case
         return {
-            "id": case.id, "source": case.source, "device": case.device, "fabric": case.fabric, "grade": case.grade,
-            "measured_s": case.seconds, "predicted_s": self.seconds, "error": self.error,
-            "measured_gb": case.row.get("mem_gb"), "predicted_gib": self.gib, "memory_kind": self.memory_kind,
-            "memory_error": self.memory_error, "outcome": case.row.get("outcome"), "fits": self.fits,
+            "id": case.id,
+            "source": case.source,
+            "device": case.device,
+            "fabric": case.fabric,
+            "grade": case.grade,
+            "measured_s": case.seconds,
+            "predicted_s": self.seconds,
+            "error": self.error,
+            "measured_gb": case.row.get("mem_gb"),
+            "predicted_gib": self.gib,
+            "memory_kind": self.memory_kind,
+            "memory_error": self.memory_error,
+            "outcome": case.row.get("outcome"),
+            "fits": self.fits,
             "guessed": case.job.guessed,
-        }  # fmt: skip
+        }
 
 
 @cache
@@ -103,9 +113,15 @@ def _result(case: Case, world: World) -> Result:
     gib, kind, fits = memory(case, world)
     stated = stated_gb(case) if case.row.get("outcome", "ok") != "OOM" else None
     return Result(
-        case, seconds, seconds / case.seconds - 1 if case.seconds else None, gib, kind,
-        gib / stated - 1 if stated else None, gib - stated if stated else None, fits,
-    )  # fmt: skip
+        case,
+        seconds,
+        seconds / case.seconds - 1 if case.seconds else None,
+        gib,
+        kind,
+        gib / stated - 1 if stated else None,
+        gib - stated if stated else None,
+        fits,
+    )
 
 
 def stated_gb(case: Case) -> float | None:
@@ -159,9 +175,10 @@ def by_group(found: Sequence[Result]) -> dict[str, dict[str, Any]]:
         rows = [r for r in found if r.error is not None and r.case.grade == "A" and belongs(r.case)]
         explained = [r for r in rows if r.case.id not in UNEXPLAINED]
         table[name] = {
-            "target": target, **figures([r.error for r in rows if r.error is not None]),
+            "target": target,
+            **figures([r.error for r in rows if r.error is not None]),
             "explained": figures([r.error for r in explained if r.error is not None]),
-        }  # fmt: skip
+        }
     return table
 
 
@@ -224,9 +241,12 @@ def ranked(rows: Sequence[Result]) -> dict[str, float]:
     chosen = measured[max(range(len(rows)), key=predicted.__getitem__)]
     apart = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if measured[i] > (1 + NOISE) * measured[j]]
     return {
-        "n": len(rows), "correlation": spearman(measured, predicted), "lost": 1 - chosen / max(measured),
-        "apart": len(apart), "right": sum(predicted[i] > predicted[j] for i, j in apart),
-    }  # fmt: skip
+        "n": len(rows),
+        "correlation": spearman(measured, predicted),
+        "lost": 1 - chosen / max(measured),
+        "apart": len(apart),
+        "right": sum(predicted[i] > predicted[j] for i, j in apart),
+    }
 
 
 def by_memory(found: Sequence[Result]) -> dict[tuple[str, str, str], dict[str, float]]:
@@ -256,7 +276,9 @@ def out_of_memory(found: Sequence[Result]) -> dict[str, Any]:
     ran_out = [r for r in found if r.case.row.get("outcome") == "OOM"]
     ran = [r for r in found if r.case.row.get("outcome") == "ok"]
     return {
-        "out": len(ran_out), "called": sum(not r.fits for r in ran_out),
+        "out": len(ran_out),
+        "called": sum(not r.fits for r in ran_out),
         "missed": [r.case.id for r in ran_out if r.fits],
-        "ran": len(ran), "false": [r.case.id for r in ran if not r.fits],
-    }  # fmt: skip
+        "ran": len(ran),
+        "false": [r.case.id for r in ran if not r.fits],
+    }

@@ -17,9 +17,19 @@ OWN = Path(__file__).parent / "rows.jsonl"
 
 
 MOST = {
-    "layers": 1000, "hidden": 200_000, "ffn": 1_000_000, "heads": 2000, "seq_len": 4_000_000, "vocab": 4_000_000,
-    "n_gpus": 200_000, "gpus_per_node": 1024, "mbs": 10_000, "gbs": 1_000_000, "grad_accum": 20_000, "vpp": 100,
-}  # fmt: skip
+    "layers": 1000,
+    "hidden": 200_000,
+    "ffn": 1_000_000,
+    "heads": 2000,
+    "seq_len": 4_000_000,
+    "vocab": 4_000_000,
+    "n_gpus": 200_000,
+    "gpus_per_node": 1024,
+    "mbs": 10_000,
+    "gbs": 1_000_000,
+    "grad_accum": 20_000,
+    "vpp": 100,
+}
 """Larger numbers are taken for an error in the row."""
 
 
@@ -156,16 +166,34 @@ def read(row: Mapping[str, Any]) -> Row:
     )
     zero = row.get("zero_stage")
     return Row(
-        layers=layers, hidden=hidden, ffn=ffn, gated=gated, heads=heads, kv_heads=kv_heads,
-        seq_len=_number(row, "seq_len"), vocab=known("vocab", 51200), ranks=ranks,
-        per_node=_number(row, "gpus_per_node") or 8, tp=tp, pp=pp, dp=dp, cp=cp, chunks=chunks,
-        micro_batch=micro_batch, micro_batches=micro_batches, recompute=_recompute(row, guessed),
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        gated=gated,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_len=_number(row, "seq_len"),
+        vocab=known("vocab", 51200),
+        ranks=ranks,
+        per_node=_number(row, "gpus_per_node") or 8,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        chunks=chunks,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        recompute=_recompute(row, guessed),
         sequence_parallel=bool(row.get("seq_parallel")) and tp > 1,
         precision=str(row.get("precision") or "bf16").lower(),
-        zero=int(zero) if zero in (1, 2, 3) else 0, zero_group=_zero_group(extra, dp, tp),
-        flash=_flash(row), ends_count=ends, tied=extra.get("tied_embeddings"),
-        schedule=str(row.get("schedule") or "").lower(), guessed=tuple(guessed),
-    )  # fmt: skip
+        zero=int(zero) if zero in (1, 2, 3) else 0,
+        zero_group=_zero_group(extra, dp, tp),
+        flash=_flash(row),
+        ends_count=ends,
+        tied=extra.get("tied_embeddings"),
+        schedule=str(row.get("schedule") or "").lower(),
+        guessed=tuple(guessed),
+    )
 
 
 def _usual_heads(hidden: int, tp: int) -> int:

@@ -33,7 +33,7 @@ def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState
             PersistentState(component="optimizer", bytes_per_param=moments, axes=shard),
             PersistentState(component="buffers", bytes_per_param=2, gathered_units=3),
             PersistentState(component="buffers", bytes_per_param=2 + gradient, gathered_units=1),
-        )  # fmt: skip
+        )
     beside = 0.0
     if adds and gradient == 4:
         beside = 2.0 * (job.dp > 1 or not framework.drops_narrow)

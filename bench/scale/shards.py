@@ -50,13 +50,14 @@ def measure(ranks: int, shards: int) -> dict[str, Any]:
         "ranks": ranks,
         "shards": shards,
         "opens_per_shard_at_start": {
-            "before": FORMERLY * ranks, "after": sum(sum(start.values()) for start, _ in found) / shards
+            "before": FORMERLY * ranks,
+            "after": sum(sum(start.values()) for start, _ in found) / shards,
         },
         "opens_at_start_by_rank": [sum(start.values()) for start, _ in found],
         "opens_in_4_steps_by_rank": [sum(steps.values()) for _, steps in found],
         "formula": {"before": "2 x shards x ranks", "after": "shards"},
         "large": _large(),
-    }  # fmt: skip
+    }
 
 
 def _write(folder: Path, shards: int) -> None:
@@ -79,9 +80,15 @@ def _opens(words: list[str]) -> tuple[Counter[str], Counter[str]]:
     samples, _ = open_data(job, rank)
     start = opened.copy()
     loader = Loader(
-        samples, global_batch=job.train.global_batch_size, micro_batch=SAMPLES_PER_RANK, first=0, index=rank.number,
-        ranks=rank.world_size, workers=0, device=rank.device,
-    )  # fmt: skip
+        samples,
+        global_batch=job.train.global_batch_size,
+        micro_batch=SAMPLES_PER_RANK,
+        first=0,
+        index=rank.number,
+        ranks=rank.world_size,
+        workers=0,
+        device=rank.device,
+    )
     for _ in range(STEPS):
         next(loader)
     return start, opened - start
@@ -110,7 +117,5 @@ def _sent(shards: int, seq_len: int) -> int:
         Shard(folder / f"shard-{n:05}.bin", 2, SHARD_TOKENS - n, 90_000 + n, hashlib.sha256(b"%d" % n).hexdigest())
         for n in range(shards)
     ]
-    samples = Samples(
-        [(headers, 1.0)], seq_len=seq_len, packing="concat", seed=0, shuffle=True, vocab_size=32_000
-    )  # fmt: skip
+    samples = Samples([(headers, 1.0)], seq_len=seq_len, packing="concat", seed=0, shuffle=True, vocab_size=32_000)
     return len(pickle.dumps(samples))

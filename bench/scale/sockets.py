@@ -22,11 +22,7 @@ from titan.ranks import process
 
 HOST = "127.0.0.1"
 AXES = ("pp", "dp_shard", "tp")
-KINDS = {
-    "before": ("0", "gloo"),
-    "after": ("1", "gloo"),
-    "after_on_gpus": ("1", "fake"),
-}
+KINDS = {"before": ("0", "gloo"), "after": ("1", "gloo"), "after_on_gpus": ("1", "fake")}
 """What is measured -> TORCH_GLOO_LAZY_INIT, and the backend of the mesh's axes; "fake" stands in for NCCL."""
 
 Counts = dict[str, int]
@@ -51,10 +47,15 @@ def _on_ranks(ranks: int, lazy: str, backend: str) -> list[Counts]:
     inboxes, processes = [], []
     for number in range(ranks):
         environment = {
-            "RANK": str(number), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number), "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_GLOO_LAZY_INIT": lazy,
+            "RANK": str(number),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(number),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_GLOO_LAZY_INIT": lazy,
             "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        }
         inbox, outbox = context.Pipe(duplex=False)
         processes.append(context.Process(target=_be_rank, args=(environment, backend, outbox)))
         processes[-1].start()

@@ -48,9 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: as titan train would start")
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="total, --results included; default: 20")
     parser.add_argument(
-        "--objective", choices=("tflops", "tokens", "tokens-per-joule"), default="tflops",
+        "--objective",
+        choices=("tflops", "tokens", "tokens-per-joule"),
+        default="tflops",
         help="model TFLOP/s per device, tokens/s, or tokens per joule of this node's GPUs; default: tflops",
-    )  # fmt: skip
+    )
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up steps per trial; default: 2")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps per trial; default: 5")
     parser.add_argument(
@@ -139,10 +141,16 @@ def _search(
     power = trial.power_meter(space.ranks) if args.objective == "tokens-per-joule" else None
     proposer = Proposer(space, _candidates(args, base, space, planner), args.objective)
     runner = trial.Runner(
-        config=args.config, overrides=base.overrides, ranks=space.ranks, folder=results.path.with_suffix(".trial"),
-        warmup=args.warmup, steps=args.steps, timeout_s=args.timeout, power=power,
+        config=args.config,
+        overrides=base.overrides,
+        ranks=space.ranks,
+        folder=results.path.with_suffix(".trial"),
+        warmup=args.warmup,
+        steps=args.steps,
+        timeout_s=args.timeout,
+        power=power,
         launcher=shlex.split(args.launch or ""),
-    )  # fmt: skip
+    )
     if results.trials:
         _tell(f"resuming: {len(results.trials)} trials in {results.path}")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the trial at hand ends with us

@@ -24,7 +24,8 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
     rows: all measurements.  layout: ranks and nodes measured.  name: of the device.  source: note for the file. The
     peak of a dtype is the vendor's, or else the best rate measured; efficiencies are fractions of that peak.
     """
-    points = {dtype: _points(rows, dtype) for dtype in _dtypes(rows)}
+    dtypes = dict.fromkeys(row.about["dtype"] for row in rows if row.kind.startswith(PRODUCTS))
+    points = {dtype: _points(rows, dtype) for dtype in dtypes}
     peaks = {dtype: _peak(device, dtype, max(rate for _, rate in curve)) for dtype, curve in points.items()}
     kinds = {row.kind: row for row in rows}
     large = max(row.shown(row.middle) for row in rows if row.kind == "memory")
@@ -34,19 +35,26 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
     layer = [row for row in rows if row.kind in NORMS_AND_ACTIVATIONS]
     kept = sum(row.work for row in layer) / sum(row.middle for row in layer) / 1e9 / large
     return {
-        "name": f"{name}, ranks: {layout.world_size}", "source": source,
+        "name": f"{name}, ranks: {layout.world_size}",
+        "source": source,
         "device": {
-            "name": name, "bandwidth_gb_s": _digits(large), **_about(device, layout), **_of_host(kinds),
+            "name": name,
+            "bandwidth_gb_s": _digits(large),
+            **_about(device, layout),
+            **_of_host(kinds),
             "peak_tflops": {dtype: _digits(peak) for dtype, peak in peaks.items()},
         },
         "kernels": {
             "attention_forward": _digits(forward.work / forward.middle / peak),
-            "attention_backward": _digits(backward / peak), "bandwidth_efficiency": _digits(kept),
-            "update_bandwidth_efficiency": 1.0, "tp_overhead_us": _digits(_join(rows, SPLIT) * 1e6),
+            "attention_backward": _digits(backward / peak),
+            "bandwidth_efficiency": _digits(kept),
+            "update_bandwidth_efficiency": 1.0,
+            "tp_overhead_us": _digits(_join(rows, SPLIT) * 1e6),
             "fsdp_overhead_us": _digits(_join(rows, GATHERED) * 1e6),
             # On a CPU the cores that compute also send.
             "overlap_slowdown": 0.0 if device.type == "cuda" else 1.0,
-            "launch_us": _digits(kinds[LAUNCH].middle * 1e6), "fused_norms": device.type != "cpu",
+            "launch_us": _digits(kinds[LAUNCH].middle * 1e6),
+            "fused_norms": device.type != "cpu",
             "matmul": {
                 dtype: {
                     "efficiency": _digits(max(rate for _, rate in curve) / peaks[dtype]),
@@ -56,7 +64,7 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
             },
         },
         "links": list(_links(rows, layout)),
-    }  # fmt: skip
+    }
 
 
 def _join(rows: Sequence[Row], kind: str) -> float:
@@ -66,10 +74,6 @@ def _join(rows: Sequence[Row], kind: str) -> float:
         latency = float(_link(rows, group, "in a node")["latency_us"]) * 1e-6
         return max(0.0, row.middle - latency * math.log2(row.about["ranks"]))
     return 0.0
-
-
-def _dtypes(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row.about["dtype"] for row in rows if row.kind.startswith(PRODUCTS)))
 
 
 def _points(rows: Iterable[Row], dtype: str) -> list[tuple[float, float]]:
@@ -123,9 +127,11 @@ def _link(rows: Sequence[Row], group: str, pairs: str) -> dict[str, Any]:
     _, message = _line(messages)
     best = max(collective, message)
     return {
-        "bandwidth_gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
+        "bandwidth_gb_s": _digits(best),
+        "latency_us": _digits(latency * 1e6),
+        "efficiency": _digits(collective / best),
         "p2p_efficiency": _digits(message / best),
-    }  # fmt: skip
+    }
 
 
 def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

@@ -67,10 +67,15 @@ def measure(clock: Clock, layout: Layout) -> Iterator[Reading]:
     ):
         pieces, whole = (_both_ways(clock, layer) for layer in layers)
         yield Reading(
-            kind=kind, name=name, subject=f"the node of {first}",
-            seconds=max(pieces.seconds - whole.seconds, 1e-9) / parts, spread=pieces.spread, work=1, unit="us",
+            kind=kind,
+            name=name,
+            subject=f"the node of {first}",
+            seconds=max(pieces.seconds - whole.seconds, 1e-9) / parts,
+            spread=pieces.spread,
+            work=1,
+            unit="us",
             about={"ranks": mesh.size()},
-        )  # fmt: skip
+        )
 
 
 def _both_ways(clock: Clock, layer: nn.Module) -> Time:

@@ -183,6 +183,12 @@ def _reading(
     kind: str, name: str, subject: str, took: Time, work: float, unit: str, about: dict[str, Any] | None = None
 ) -> Reading:
     return Reading(
-        kind=kind, name=name, subject=subject, seconds=took.seconds, spread=took.spread, work=work, unit=unit,
+        kind=kind,
+        name=name,
+        subject=subject,
+        seconds=took.seconds,
+        spread=took.spread,
+        work=work,
+        unit=unit,
         about=about or {},
-    )  # fmt: skip
+    )

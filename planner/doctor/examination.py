@@ -39,12 +39,16 @@ class Examination:
     def json(self) -> dict[str, Any]:
         """The JSON object of `titan doctor --json`; each row has seconds per call and spread by subject."""
         return {
-            "date": self.date, "torch": self.torch, "device": self.device, "ranks": list(self.ranks),
-            "world_size": len(self.ranks), "ranks_per_node": self.per_node,
+            "date": self.date,
+            "torch": self.torch,
+            "device": self.device,
+            "ranks": list(self.ranks),
+            "world_size": len(self.ranks),
+            "ranks_per_node": self.per_node,
             "measured": [{**asdict(row), "median": row.shown(row.middle)} for row in self.rows],
             "outliers": [{**asdict(finding), "says": str(finding)} for finding in self.findings],
             "cluster": dict(self.cluster),
-        }  # fmt: skip
+        }
 
 
 def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
@@ -71,10 +75,15 @@ def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
     pairs = {layout.pair(a, b): (layout.names[a], layout.names[b]) for a in range(n) for b in range(a + 1, n)}
     name = _device_name(me.device)
     return Examination(
-        date=time.strftime("%Y-%m-%d"), torch=torch.__version__, device=name, ranks=layout.names,
-        per_node=layout.per_node, rows=measured, findings=outliers(measured, pairs),
+        date=time.strftime("%Y-%m-%d"),
+        torch=torch.__version__,
+        device=name,
+        ranks=layout.names,
+        per_node=layout.per_node,
+        rows=measured,
+        findings=outliers(measured, pairs),
         cluster=cluster_file.table(measured, layout, me.device, name, _source(layout)),
-    )  # fmt: skip
+    )
 
 
 def _layout(me: Rank) -> links.Layout:

@@ -145,9 +145,15 @@ def _reading(kind: str, bytes_: int, subject: str, seconds: float, spread: float
     """A reading; small messages are judged by latency, large ones by bandwidth."""
     small = bytes_ <= SMALL
     return Reading(
-        kind=f"small {kind}" if small else kind, name=f"{kind}, {_size(bytes_)}", subject=subject, seconds=seconds,
-        spread=spread, work=1 if small else bytes_, unit="us" if small else "GB/s", about=about,
-    )  # fmt: skip
+        kind=f"small {kind}" if small else kind,
+        name=f"{kind}, {_size(bytes_)}",
+        subject=subject,
+        seconds=seconds,
+        spread=spread,
+        work=1 if small else bytes_,
+        unit="us" if small else "GB/s",
+        about=about,
+    )
 
 
 def _size(bytes_: int) -> str:

@@ -94,11 +94,15 @@ def rows(readings: Iterable[Reading]) -> list[Row]:
         by_time = sorted(same, key=lambda reading: reading.seconds)
         made.append(
             Row(
-                kind=kind, name=name, work=same[0].work, unit=same[0].unit, about=same[0].about,
+                kind=kind,
+                name=name,
+                work=same[0].work,
+                unit=same[0].unit,
+                about=same[0].about,
                 seconds={reading.subject: reading.seconds for reading in by_time},
                 spreads={reading.subject: reading.spread for reading in by_time},
             )
-        )  # fmt: skip
+        )
     return made
 
 

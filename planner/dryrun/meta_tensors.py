@@ -158,11 +158,7 @@ def accepted() -> Iterator[None]:
         (ShardingPropagator, "propagate_op_sharding_non_cached", _unseen),
         (FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda _: lambda group: None),
-        (
-            optimizers,
-            "_get_fused_kernels_supported_devices",
-            lambda asked: lambda: [*asked(), "meta"],
-        ),
+        (optimizers, "_get_fused_kernels_supported_devices", lambda asked: lambda: [*asked(), "meta"]),
     ]
     if hasattr(collectives, "record_grad_output_stream"):
         patches.append((collectives, "record_grad_output_stream", lambda _: lambda buffer, stream: None))
@@ -188,9 +184,16 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False,
-    *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """As one kernel, as a CPU and a GPU do it; for a device it does not know PyTorch would write all scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -95,7 +95,6 @@ class _Trusting(NonfiniteGuard):
     """Accepts every update: meta tensors hold no values to check."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the update, unchecked."""
         optimizer.step()
 
 
@@ -157,11 +156,14 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
     isolated, padded = (job.data.packing == packing for packing in ("document_mask", "pad"))
     return [
         Batch(
-            tokens(), tokens(), tokens() if isolated else None, tokens()[:, 0] if padded else None,
+            tokens(),
+            tokens(),
+            tokens() if isolated else None,
+            tokens()[:, 0] if padded else None,
             samples=tokens()[:, 0],
         )
         for _ in range(job.micro_batches)
-    ]  # fmt: skip
+    ]
 
 
 @contextmanager
@@ -179,17 +181,24 @@ def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     compiles = any(technique.phase == "compile" for technique in core.context.techniques)
     held = {id(p): p for part in core.parts for _, p in part.parameters()}
     return DryRun(
-        rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
+        rank=core.rank.number,
+        world_size=core.rank.world_size,
+        stages=tuple(part.stage for part in core.parts),
         parameters=sum(local.numel() for p in held.values() for local in locals_of(p)),
-        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak), host_bytes=memory.host,
-        peak_by_component=memory.peak_by_component, timeline=memory.timeline,
-        top_allocations=memory.top_allocations, collectives=_collectives(core, watch),
+        steady=memory.steady,
+        at_peak=memory.at_peak,
+        peak=Peak(*memory.peak),
+        host_bytes=memory.host,
+        peak_by_component=memory.peak_by_component,
+        timeline=memory.timeline,
+        top_allocations=memory.top_allocations,
+        collectives=_collectives(core, watch),
         flops={
             module: Flops(phases["forward"], phases["backward"], phases["recompute"])
             for module, phases in sorted(watch.flops.items())
         },
         notes=(*([_EAGER] if compiles else ()), *(() if fused else [_UNFUSED])),
-    )  # fmt: skip
+    )
 
 
 def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:

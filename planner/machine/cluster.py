@@ -318,9 +318,15 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     if reader.faults:
         raise ConfigError(reader.faults)
     return Cluster(
-        name=str(table.get("name", Path(place).stem)), source=str(table.get("source", "")), device=parsed[0],
-        peak_tflops=peaks, kernels=parsed[1], products=products, links=tuple(links), place=place,
-    )  # fmt: skip
+        name=str(table.get("name", Path(place).stem)),
+        source=str(table.get("source", "")),
+        device=parsed[0],
+        peak_tflops=peaks,
+        kernels=parsed[1],
+        products=products,
+        links=tuple(links),
+        place=place,
+    )
 
 
 class _Reader:

@@ -68,11 +68,9 @@ class Device:
         key = (m, k, n, dtype, width)
         seconds = self._products.get(key)
         if seconds is None:
-            seconds = self._products[key] = self._product(m, k, n, dtype, width)
+            even = min(_even(m), _even(k), _even(n))
+            seconds = self._products[key] = self._of_groups(1, m, k, n, even, dtype, width)
         return seconds
-
-    def _product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
-        return self._of_groups(1, m, k, n, min(_even(m), _even(k), _even(n)), dtype, width)
 
     def grouped(self, groups: float, m: float, k: float, n: float, even: int, dtype: str, width: int) -> float:
         """Seconds of `groups` products [m, k] x [k, n] in one kernel.

@@ -109,12 +109,16 @@ class _Page:
 
     def svg(self, title: str) -> str:
         wide, high = round(self.right + MARGIN), round(self.y + MARGIN)
-        return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif">',
-            f"<title>{html.escape(title)}</title>",
-            f'<rect width="{wide}" height="{high}" fill="#fff"/>',
-            *self.lines, "</svg>", "",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif">',
+                f"<title>{html.escape(title)}</title>",
+                f'<rect width="{wide}" height="{high}" fill="#fff"/>',
+                *self.lines,
+                "</svg>",
+                "",
+            ]
+        )
 
 
 def _colors(keys: Sequence[Hashable], first: float) -> Callable[[Hashable], tuple[str, str]]:

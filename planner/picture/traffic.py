@@ -84,18 +84,12 @@ def _numbers(
 
 def _each(cost: CollectiveCost, stage: Stage, costs: Costs) -> float:
     """Bytes per step for each number that a collective moves."""
-    again = recomputed(stage.layers, costs.recompute) if _joined_again(costs) else 0
+    # A recomputed layer repeats its collectives, but not where their results are saved.
+    repeats = costs.recompute is not None and costs.recompute.saved == "input"
+    again = recomputed(stage.layers, costs.recompute) if repeats else 0
     layers = cost.of_layers * (again if cost.when == "recompute" else len(stage.layers))
-    times = {
-        "embeddings": int(stage.embeddings),
-        "layer": layers,
-        "attention": layers,
-        "head": int(stage.head),
-    }.get(cost.where, 1)
+    times = {"embeddings": int(stage.embeddings), "layer": layers, "attention": layers, "head": int(stage.head)}.get(
+        cost.where, 1
+    )
     uses = 1 if cost.per == "step" or cost.where == "step" else costs.micro_batches
     return cost.count * (cost.itemsize or costs.itemsize) * times * uses
-
-
-def _joined_again(costs: Costs) -> bool:
-    """Whether a recomputed layer repeats its collectives: not where their results are saved."""
-    return costs.recompute is not None and costs.recompute.saved == "input"

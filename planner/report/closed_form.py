@@ -82,8 +82,14 @@ def report(
     shards, ranks = _ranks(job, devices)
     return {
         "model": {
-            "layers": spec.n_layers, "dim": spec.dim, "heads": spec.n_heads, "kv_heads": spec.n_kv_heads,
-            "ffn_dim": spec.ffn_dim, "vocab_size": spec.vocab_size, "seq_len": seq_len, "tied": bool(spec.tied),
+            "layers": spec.n_layers,
+            "dim": spec.dim,
+            "heads": spec.n_heads,
+            "kv_heads": spec.n_kv_heads,
+            "ffn_dim": spec.ffn_dim,
+            "vocab_size": spec.vocab_size,
+            "seq_len": seq_len,
+            "tied": bool(spec.tied),
         },
         "parameters": {
             "exact": spec.params,
@@ -100,7 +106,7 @@ def report(
             "8P": 8 * spec.active_params,
         },
         "training": _training(spec, seq_len, tokens, devices, peak_tflops, utilisation),
-    }  # fmt: skip
+    }
 
 
 def _ranks(job: Job, devices: int) -> tuple[int, int]:

@@ -89,9 +89,13 @@ class Fabric(Study):
 
 
 def run(
-    config: Path, against: Sequence[Path], ratios: Mapping[str, float], overrides: Sequence[str], cluster: Cluster,
+    config: Path,
+    against: Sequence[Path],
+    ratios: Mapping[str, float],
+    overrides: Sequence[str],
+    cluster: Cluster,
     world_size: int | None,
-) -> Fabric:  # fmt: skip
+) -> Fabric:
     """Predict the jobs of several TOMLs over the bandwidth of the cluster's outermost link.
 
     against: the other jobs.  ratios: name of such a file, without its suffix -> steps ratio.  overrides: `--key=value`
@@ -116,11 +120,18 @@ def run(
     shown, what = (TIME, "Time to the same loss") if others else ("step_time_s", "Step time")
     title = f"{what} by bandwidth of the outermost link, {cluster.links[-1].name}"
     return Fabric(
-        name="fabric", title=title, job=f"{config.stem}, {first.layout}, {cluster.name}",
-        x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}", shown=(shown,), bars=False,
-        device_gib=cluster.device.memory_gib, points=points, ratios={way.name: way.ratio for way in ways},
-        wins=wins, notes=tuple(_inside(way, ranks, cluster) for way in ways if way.layout.world_size <= ranks),
-    )  # fmt: skip
+        name="fabric",
+        title=title,
+        job=f"{config.stem}, {first.layout}, {cluster.name}",
+        x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}",
+        shown=(shown,),
+        bars=False,
+        device_gib=cluster.device.memory_gib,
+        points=points,
+        ratios={way.name: way.ratio for way in ways},
+        wins=wins,
+        notes=tuple(_inside(way, ranks, cluster) for way in ways if way.layout.world_size <= ranks),
+    )
 
 
 def _inside(way: Way, ranks: int, cluster: Cluster) -> str:
@@ -136,9 +147,12 @@ def _inside(way: Way, ranks: int, cluster: Cluster) -> str:
 
 
 def _ways(
-    configs: Sequence[Path], ratios: Mapping[str, float], overrides: Sequence[str], cluster: Cluster,
+    configs: Sequence[Path],
+    ratios: Mapping[str, float],
+    overrides: Sequence[str],
+    cluster: Cluster,
     world_size: int | None,
-) -> list[Way]:  # fmt: skip
+) -> list[Way]:
     names, tokens = [config.stem for config in configs], dict[str, int]()
     faults = [
         ConfigIssue("--steps-ratio", f"{name}: no file of --against has this name{did_you_mean(name, names[1:])}")

@@ -28,9 +28,14 @@ LEGIBLE = 120
 NUMBERED = 40
 """Actions of a rank that leave room for the numbers of their micro batches."""
 COMPONENTS = {
-    "parameters": "#4878a8", "gradients": "#e49444", "optimizer": "#85b6b2", "activations": "#d1615d",
-    "buffers": "#a87c9f", "cached": "#d4a6c8", "overhead": "#bab0ab",
-}  # fmt: skip
+    "parameters": "#4878a8",
+    "gradients": "#e49444",
+    "optimizer": "#85b6b2",
+    "activations": "#d1615d",
+    "buffers": "#a87c9f",
+    "cached": "#d4a6c8",
+    "overhead": "#bab0ab",
+}
 ACTIONS = {
     "F": ("forward", "#3b78b5"),
     "B": ("backward", "#3f9b5f"),
@@ -123,9 +128,15 @@ def _time(axes: "Axes", prediction: Prediction) -> None:
     if any(overlapped.get(name) for name in spent):
         behind = [overlapped.get(name, 0.0) for name in spent]
         axes.barh(
-            rows, behind, left=list(spent.values()), color="none", edgecolor="#4878a8", hatch="///", linewidth=0.5,
+            rows,
+            behind,
+            left=list(spent.values()),
+            color="none",
+            edgecolor="#4878a8",
+            hatch="///",
+            linewidth=0.5,
             label="overlapped with computation",
-        )  # fmt: skip
+        )
         axes.legend(loc="lower right", fontsize="small")
     most = max(value + overlapped.get(name, 0.0) for name, value in spent.items())
     for row, (name, value) in enumerate(spent.items()):
@@ -164,9 +175,15 @@ def _gantt(axes: "Axes", actions: Sequence[Sequence[Record]], span: tuple[float,
         axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours, edgecolor="white", linewidth=0.3)
         for action, begin, finish in records if numbered else ():
             axes.text(
-                (begin + finish) / 2, rank, str(action.micro_batch), ha="center", va="center", color="white",
-                fontsize=6, clip_on=True,
-            )  # fmt: skip
+                (begin + finish) / 2,
+                rank,
+                str(action.micro_batch),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=6,
+                clip_on=True,
+            )
     axes.set(xlim=span, ylim=(len(actions) - 0.5, -0.5), xlabel="s", facecolor=BUBBLE)
     axes.set_yticks([rank for rank in range(len(actions)) if rank % (1 + len(actions) // 20) == 0])
 
@@ -219,11 +236,7 @@ def _lines(axes: "Axes", study: Study, name: str) -> None:
         xs, ys, colour = [point.x for point in points], [point.values[name] for point in points], f"C{number}"
         # Dashes let a line be seen that lies under another, as those of two schedules often do.
         axes.plot(
-            xs,
-            ys,
-            color=colour,
-            linestyle=("-", "--")[number % 2],
-            label=series if points else f"{series}: invalid",
+            xs, ys, color=colour, linestyle=("-", "--")[number % 2], label=series if points else f"{series}: invalid"
         )
         for fits, face in ((True, colour), (False, "white")):
             marked = [(point.x, point.values[name]) for point in points if point.fits == fits]
@@ -255,9 +268,17 @@ def _refused(axes: "Axes", study: Study) -> None:
         if len(series) == 1:
             said = shorten(point.refused, 80, placeholder=" ...")
             axes.annotate(
-                said, (point.x, 0), xycoords=bottom, xytext=(0, 8), textcoords="offset points", rotation=90,
-                ha="center", va="bottom", fontsize=6, color=RED,
-            )  # fmt: skip
+                said,
+                (point.x, 0),
+                xycoords=bottom,
+                xytext=(0, 8),
+                textcoords="offset points",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=6,
+                color=RED,
+            )
 
 
 def _explain(axes: "Axes", study: Study, *, many: bool) -> None:

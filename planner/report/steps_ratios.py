@@ -67,14 +67,9 @@ def _smoothed(losses: Sequence[float]) -> dict[int, float]:
     return {step: (sums[step] - sums[step - size]) / size for step in range(size, len(losses) + 1)}
 
 
-def _value(word: str) -> str:
-    """What follows the = of `NAME=R`."""
-    return word.partition("=")[2]
-
-
 def _pair(word: str, measured: Mapping[str, float]) -> tuple[str, float]:
     """The name and the ratio of `NAME=R`."""
-    name, value = word.partition("=")[0], _value(word)
+    name, _, value = word.partition("=")
     if value in measured:
         return name, measured[value]
     try:

@@ -155,7 +155,8 @@ def _micro_batch(base: Base) -> Varied:
 def _recompute(base: Base) -> Varied:
     """Each technique of phase `recompute` that may be left out: off, and what can be chosen for it."""
     variants: list[Variant] = []
-    toggled = [plugin for plugin in _techniques() if plugin.search_toggle and plugin.phase == "recompute"]
+    techniques = (plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique))
+    toggled = [plugin for plugin in techniques if plugin.search_toggle and plugin.phase == "recompute"]
     for plugin in toggled:
         prefix = f"{plugin.name} " if len(toggled) > 1 else ""
         for choice in (None, *tables_with_effect(plugin, base.job.spec)):
@@ -200,10 +201,6 @@ def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
     found[own[first]] = own
     for choice in found.values():
         yield _said(choice), {k: v for k, v in _keys(name, choice).items() if k not in base.fixed}
-
-
-def _techniques() -> list[type[Technique]]:
-    return [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
 
 
 def _keys(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

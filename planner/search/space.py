@@ -51,8 +51,10 @@ class Choice:
 
     def words(self) -> list[str]:
         """The layout as overrides for the command line, `--key=value` each."""
-        return [f"--{key}={str(value).lower()}" if value is True or value is False else f"--{key}={value}"
-                for key, value in self.values().items()]  # fmt: skip
+        return [
+            f"--{key}={str(value).lower()}" if value is True or value is False else f"--{key}={value}"
+            for key, value in self.values().items()
+        ]
 
     def __str__(self) -> str:
         chosen = [

@@ -1,15 +1,17 @@
 """The formulas that papers and courses quote: what can be said of a model with pencil and paper.
 
 Symbols: P parameters, l layers, h width, a heads, s sequence, b sequences, v vocabulary, t ranks that split a layer,
-N devices, F peak FLOP/s of one, U the share of it that is reached, T tokens. Everything is a pure function of numbers.
+N devices, F peak FLOP/s of one, U the share of it that is reached, T tokens. Everything is a pure function of numbers,
+but for the FLOPs of a planned job, which are counted by operation.
 1 GB is 10^9 bytes here, as in the papers.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Matmul
+from titan.contracts.base.cost import Attention, Costs, Matmul, Operation
 from titan.contracts.base.spec import ModelSpec
+from titan.planner.step.activations import recomputed
 
 TOKENS_PER_PARAMETER = 20
 """Compute-optimal ratio, as it is read from table 3 of Chinchilla (arXiv 2203.15556)."""
@@ -23,11 +25,7 @@ class StateBytes(NamedTuple):
     optimizer: float
 
 
-RECIPES: Mapping[str, StateBytes] = {
-    "16": StateBytes(2, 2, 12),
-    "18": StateBytes(2, 4, 12),
-    "20": StateBytes(2, 6, 12),
-}
+RECIPES: Mapping[str, StateBytes] = {"16": StateBytes(2, 2, 12), "18": StateBytes(2, 4, 12), "20": StateBytes(2, 6, 12)}
 """Mixed precision with Adam. 16: half-precision weights and gradients, K = 12 (arXiv 1910.02054).  18: gradients are
 summed in float32.  20: they are held in both precisions."""
 
@@ -123,6 +121,35 @@ def float32_activations(seq_len: int, dim: int, heads: int, batch: int = 1) -> f
 def hardware_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """FLOPs per token with full recomputation: four times the forward of the layers, three times that of the head."""
     return spec.flops_per_token(seq_len) + spec.n_layers * spec.layer_flops_per_token(seq_len)
+
+
+def flops_per_token(costs: Costs) -> tuple[float, float]:
+    """(model, hardware) FLOPs per token of forward and backward; the hardware's include recomputation."""
+    layers = sum(len(stage.layers) for stage in costs.stages)
+    layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
+    model = 3 * (layers * layer + head)
+    again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
+    return model, model + again * _recomputed_flops(costs, layer)
+
+
+def _recomputed_flops(costs: Costs, layer: float) -> float:
+    """FLOPs per token that a recomputed layer repeats; layer: those of its forward."""
+    again = costs.recompute
+    if again is None or again.saved in ("input", "share"):
+        return (1 - again.share) * layer if again else 0.0
+    cores = [op for op in costs.layer if isinstance(op, Attention)]
+    if again.saved == "products":
+        return sum(_forward_flops(op, costs) for op in cores if not op.is_product)
+    # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
+    # computes both.
+    return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)
+
+
+def _forward_flops(op: Operation, costs: Costs) -> float:
+    """FLOPs per token of an operation in the mean layer."""
+    if isinstance(op, Matmul):
+        return op.of_layers * op.flops_per_token()
+    return op.of_layers * op.flops_per_token(costs.seq_len) if isinstance(op, Attention) else 0.0
 
 
 def megatron_flops(batch: int, seq_len: int, layers: int, dim: int, vocab_size: int) -> float:

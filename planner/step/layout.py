@@ -64,20 +64,31 @@ def _of_model(job: Job) -> Costs:
         layer = tuple(replace(op, documents=True) if isinstance(op, Attention) else op for op in layer)
     dtype, stored = str(precision.param_dtype).removeprefix("torch."), precision.store_dtype.itemsize
     return Costs(
-        seq_len=job.data.seq_len, dim=spec.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        embeddings=spec.embedding_ops, layer=layer, head=spec.head_ops, tied=bool(spec.tied),
-        styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
-        store_itemsize=stored, dtype=dtype, wide_dtype=dtype,
+        seq_len=job.data.seq_len,
+        dim=spec.dim,
+        micro_batch=job.micro_batch,
+        micro_batches=job.micro_batches,
+        embeddings=spec.embedding_ops,
+        layer=layer,
+        head=spec.head_ops,
+        tied=bool(spec.tied),
+        styles=spec.styles,
+        itemsize=precision.param_dtype.itemsize,
+        reduce_itemsize=precision.reduce_dtype.itemsize,
+        store_itemsize=stored,
+        dtype=dtype,
+        wide_dtype=dtype,
         state=(
             PersistentState(component="parameters", bytes_per_param=stored),
             PersistentState(component="gradients", bytes_per_param=stored),
         ),
-        gradients_freed=True, update_bytes=_clip_passes(job) * stored,
+        gradients_freed=True,
+        update_bytes=_clip_passes(job) * stored,
         accumulate_bytes=accumulated(
             precision.param_dtype.itemsize, precision.reduce_dtype.itemsize, job.micro_batches
         ),
         stages=(Stage(0, range(spec.n_layers)),),
-    )  # fmt: skip
+    )
 
 
 def _clip_passes(job: Job) -> float:

@@ -107,9 +107,13 @@ def memory_of(
 
 
 def _of_place(
-    place: int, stages: Sequence[StageMemory], homes: Sequence[int], actions: Sequence[Action], costs: Costs,
+    place: int,
+    stages: Sequence[StageMemory],
+    homes: Sequence[int],
+    actions: Sequence[Action],
+    costs: Costs,
     device: DeviceMemory,
-) -> Memory:  # fmt: skip
+) -> Memory:
     mine = [stage for stage, home in zip(stages, homes, strict=True) if home == place]
     state = {name: sum(stage.held[name] for stage in mine) for name in mine[0].held}
     received = sum(

@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from titan.contracts.base.cost import Attention, Costs, Matmul, Operation, Recompute, Stage
+from titan.contracts.base.cost import Costs, Recompute, Stage
 from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import Cluster
-from titan.planner.machine.cluster import Device as Device_
 from titan.planner.machine.host import short_of
 from titan.planner.machine.kernels import Device
 from titan.planner.machine.network import Network
 from titan.planner.step.activations import LayerMemory, recomputed
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import group_of
 from titan.planner.step.memory import GIB, Memory, kind, memory_of
 from titan.planner.step.schedule import Timeline, simulate
@@ -294,19 +294,25 @@ class UnscheduledStep:
         step, world = self._shared(ends[last], timeline), layout.world_size
         tokens = costs.tokens * costs.micro_batches * layout.degree_of("dealt")
         model, hardware = (flops * tokens / step / world / 1e12 for flops in flops_per_token(costs))
-        peak = cluster.peak(costs.wide_dtype) / 1e12
+        peak, idle = cluster.peak(costs.wide_dtype) / 1e12, sum(timeline.idle) / len(timeline.idle)
         return Prediction(
-            world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
-            hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
+            world_size=world,
+            step_time_s=step,
+            tokens=tokens,
+            model_tflops_per_device=model,
+            hardware_tflops_per_device=hardware,
+            mfu=model / peak,
+            hfu=hardware / peak,
             time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
             overlapped_s=_summed(w.hidden for w in by_place[last]),
             memory=tuple(memory),
             layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
-            energy_j=_energy(cluster.device, timeline, step, world),
+            energy_j=world * (cluster.device.idle_w * idle + cluster.device.power_w * (step - idle)),
             price=cluster.device.price * world * step / 3600,
             fits=all(m.total <= cluster.device.memory_gib * GIB for m in memory)
-            and not short_of(cluster.memory, [m.host for m in memory], world), timeline=timeline,
-        )  # fmt: skip
+            and not short_of(cluster.memory, [m.host for m in memory], world),
+            timeline=timeline,
+        )
 
     def _shared(self, end: float, timeline: Timeline) -> float:
         """The step's seconds where ranks share processors: one that waits leaves its share to the others.
@@ -337,12 +343,6 @@ class UnscheduledStep:
         return self.planner.steps(costs).simulate(costs.micro_batches, times, send, blocking=costs.blocking)
 
 
-def _energy(device: Device_, timeline: Timeline, step: float, world: int) -> float:
-    """Joules of a step on all ranks."""
-    idle = sum(timeline.idle) / len(timeline.idle)
-    return world * (device.idle_w * idle + device.power_w * (step - idle))
-
-
 def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for table in tables:
@@ -369,32 +369,3 @@ def _adding_up(spent: dict[str, float], step: float) -> dict[str, float]:
     work = sum(spent.values()) - spent["bubble"]
     spent["bubble"] = max(0.0, step - work)
     return {key: seconds * min(1.0, step / work) if key != "bubble" else seconds for key, seconds in spent.items()}
-
-
-def flops_per_token(costs: Costs) -> tuple[float, float]:
-    """(model, hardware) FLOPs per token of forward and backward; the hardware's include recomputation."""
-    layers = sum(len(stage.layers) for stage in costs.stages)
-    layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
-    model = 3 * (layers * layer + head)
-    again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
-    return model, model + again * _recomputed_flops(costs, layer)
-
-
-def _recomputed_flops(costs: Costs, layer: float) -> float:
-    """FLOPs per token that a recomputed layer repeats; layer: those of its forward."""
-    again = costs.recompute
-    if again is None or again.saved in ("input", "share"):
-        return (1 - again.share) * layer if again else 0.0
-    cores = [op for op in costs.layer if isinstance(op, Attention)]
-    if again.saved == "products":
-        return sum(_forward_flops(op, costs) for op in cores if not op.is_product)
-    # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
-    # computes both.
-    return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)
-
-
-def _forward_flops(op: Operation, costs: Costs) -> float:
-    """FLOPs per token of an operation in the mean layer."""
-    if isinstance(op, Matmul):
-        return op.of_layers * op.flops_per_token()
-    return op.of_layers * op.flops_per_token(costs.seq_len) if isinstance(op, Attention) else 0.0

@@ -38,14 +38,22 @@ class Unit(NamedTuple):
 
 
 OF_OPERATIONS = (
-    "embeddings", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "itemsize", "dtype",
-    "wide_dtype", "fused", "accumulate_bytes", "copied_bytes",
-)  # fmt: skip
+    "embeddings",
+    "layer",
+    "head",
+    "styles",
+    "tied",
+    "splits",
+    "seq_len",
+    "micro_batch",
+    "itemsize",
+    "dtype",
+    "wide_dtype",
+    "fused",
+    "accumulate_bytes",
+    "copied_bytes",
+)
 """What of `Costs` decides how long operations take, and which tensors they have."""
-
-
-def _equal(one: Costs, other: Costs) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in OF_OPERATIONS)
 
 
 class Parts:
@@ -73,7 +81,8 @@ class Parts:
     ) -> None:
         self.costs, self.layout, self.device, self.network = costs, layout, device, network
         self.ways = ranks_of(costs.stacks_over, layout)
-        if like is not None and like.ways == self.ways and _equal(like.costs, costs):
+        alike = like is not None and all(getattr(like.costs, name) == getattr(costs, name) for name in OF_OPERATIONS)
+        if like is not None and like.ways == self.ways and alike:
             self.embeddings, self.layer, self.head, self.tensors = like.embeddings, like.layer, like.head, like.tensors
             self.attention = like.attention
         else:
@@ -281,7 +290,8 @@ class StageWork:
         self.inputs = compute[1] + self.each["recompute"] + self._between("backward") + self._between("recompute")
         self.weights = compute[2]
         self._units = self._shard_units()
-        self._overlapped()
+        for per, when, collectives in parts.unit_collectives:
+            self._beside(collectives, per == "micro_batch", when == "forward")
         self._once_a_step(costs)
 
     def _waits_for_host(self, layers: int, again: int) -> tuple[float, float]:
@@ -335,12 +345,8 @@ class StageWork:
             found.append(Unit(1, size, parts.head.forward * stage.head, parts.head.backward * stage.head))
         return found
 
-    def _overlapped(self) -> None:
-        """Add the collectives of shard units, per micro batch or per step."""
-        for per, when, collectives in self.parts.unit_collectives:
-            self._beside(collectives, per == "micro_batch", when == "forward")
-
     def _beside(self, collectives: list[CollectiveCost], each: bool, forward: bool) -> None:
+        """Add the collectives of shard units.  each: per micro batch, not per step.  forward: beside the forward."""
         parts, exposed, hidden, alone = self.parts, 0.0, 0.0, 0.0
         family = parts.family(collectives[0])
         for number, unit in enumerate(self._units):

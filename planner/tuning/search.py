@@ -28,9 +28,14 @@ def searched(base: Base, ranks: int, **how: Any) -> dict[str, Any]:
 
 
 def tune(
-    results: Results, proposer: Proposer, run: Run, objective: Objective, trials: int,
-    predict: Callable[[Choice], float | None], tell: Callable[[str], None],
-) -> None:  # fmt: skip
+    results: Results,
+    proposer: Proposer,
+    run: Run,
+    objective: Objective,
+    trials: int,
+    predict: Callable[[Choice], float | None],
+    tell: Callable[[str], None],
+) -> None:
     """Run trials until the results hold `trials`, or no layout is left.
 
     run: runs a trial.  predict: step time in seconds, or None.  tell: called with one line per trial.
@@ -84,10 +89,16 @@ def table(trials: Sequence[Trial], objective: Objective) -> str:
         found = trial.outcome
         assert isinstance(found, Measured)
         names.append(trial.name)
-        rows.append([
-            f"{number}", f"{value:.4g}", f"{found.step_time_s:.4g}", _or_dash(trial.predicted_s),
-            f"{found.tokens_per_s:,.0f}", f"{found.peak_memory_gib:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{number}",
+                f"{value:.4g}",
+                f"{found.step_time_s:.4g}",
+                _or_dash(trial.predicted_s),
+                f"{found.tokens_per_s:,.0f}",
+                f"{found.peak_memory_gib:.2f}",
+            ]
+        )
     for trial in trials:
         if isinstance(trial.outcome, Failed):
             names.append(trial.name)

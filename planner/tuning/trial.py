@@ -68,10 +68,18 @@ class Runner:
 
     def _words(self, choice: Choice) -> list[str]:
         settings: dict[str, Any] = {
-            "run.dir": self.folder, "run.name": "run", "run.sample_prompt": "", "run.max_minutes": 0,
-            "train.steps": self.warmup + self.steps, "train.non_finite": "stop", "checkpoint.enabled": "false",
-            "checkpoint.resume": "never", "checkpoint.init_from": "", "validation.every": 0, "metrics.every": 1,
-        }  # fmt: skip
+            "run.dir": self.folder,
+            "run.name": "run",
+            "run.sample_prompt": "",
+            "run.max_minutes": 0,
+            "train.steps": self.warmup + self.steps,
+            "train.non_finite": "stop",
+            "checkpoint.enabled": "false",
+            "checkpoint.resume": "never",
+            "checkpoint.init_from": "",
+            "validation.every": 0,
+            "metrics.every": 1,
+        }
         # Trackers that are on by default write to the run's folder; the others may upload.
         trackers = {f"metrics.{p.name}.enabled": str(p.default).lower() for p in registry.of_kind(Tracker.kind)}
         config = ["--config", str(self.config)] if self.config else []
@@ -85,9 +93,14 @@ class Runner:
             environment |= {"NPROC": str(self.ranks), "NNODES": "1"}
         process = subprocess.Popen(
             [*(self.launcher or (sys.executable, "-P", "-m", "titan.launch")), *self._words(choice)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
         readings: list[tuple[float, float]] = []
         end = time.monotonic() + self.timeout_s
         try:

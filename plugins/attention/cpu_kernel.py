@@ -75,9 +75,7 @@ _COMPILER_SECONDS = 300
 class _View(ctypes.Structure):
     """`View` of the source."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)
-    )  # fmt: skip
+    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
 
 
 class _Problem(ctypes.Structure):
@@ -257,9 +255,15 @@ def _answer(command: list[str]) -> str:
     """
     try:
         done = subprocess.run(
-            command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, timeout=_COMPILER_SECONDS, check=False,
-            text=True, errors="replace", stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            env={**os.environ, "LC_ALL": "C"},
+            capture_output=True,
+            timeout=_COMPILER_SECONDS,
+            check=False,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         raise _AbsentError(f"{command[0]} took more than {_COMPILER_SECONDS} s to compile the kernel") from None
     if done.returncode:
@@ -328,9 +332,16 @@ def _attention(
 
 @library.custom_op("titan::cpu_attention_backward", mutates_args=())
 def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    scale: float,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.is_meta:
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -389,9 +400,18 @@ def _call(name: str, documents: Tensor | None, scale: float, window: int, lse: T
     documents = None if documents is None else documents.contiguous()
     batch, heads, length, width = tensors["q"].shape
     problem = _Problem(
-        batch, heads, tensors["k"].shape[1], length, width, window, scale, torch.get_num_threads(), _parallel(),
-        0 if documents is None else documents.data_ptr(), lse.data_ptr(),
+        batch,
+        heads,
+        tensors["k"].shape[1],
+        length,
+        width,
+        window,
+        scale,
+        torch.get_num_threads(),
+        _parallel(),
+        0 if documents is None else documents.data_ptr(),
+        lse.data_ptr(),
         **{key: _View(x.data_ptr(), *x.stride()[:3]) for key, x in kept.items()},
-    )  # fmt: skip
+    )
     if getattr(found, name)(ctypes.byref(problem)):
         raise MemoryError(f"{name}: no memory for copies of {list(tensors['q'].shape)} and its keys and values")

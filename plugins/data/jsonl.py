@@ -41,7 +41,6 @@ class Jsonl(Dataset):
     Config = Config
 
     def files(self) -> list[Path]:
-        """The files `path` means, those of a folder sorted."""
         return find(as_list(self.config.path), ["*.jsonl" + end for end in ("", *COMPRESSED)])
 
     def documents(self, file: Path) -> Iterator[Document]:

@@ -41,7 +41,6 @@ class Parquet(Dataset):
     Config = Config
 
     def files(self) -> list[Path]:
-        """The files `path` means, those of a folder sorted."""
         return find(as_list(self.config.path), ["*.parquet"])
 
     def documents(self, file: Path) -> Iterator[Document]:

@@ -29,7 +29,6 @@ class Shards(Dataset):
     Config = Config
 
     def files(self) -> list[Path]:
-        """The shards `path` means, those of a folder sorted."""
         return find(as_list(self.config.path), ["*.bin"])
 
     def shards(self) -> list[Path] | None:

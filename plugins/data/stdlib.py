@@ -31,8 +31,7 @@ class Config:
     """Options of `[data]`: which split of the files is read."""
 
     split: Literal["all", "train", "validation"] = option(
-        "all",
-        "validation: one file in 25, by a hash of its path; train: the other files",
+        "all", "validation: one file in 25, by a hash of its path; train: the other files"
     )
 
 

@@ -40,7 +40,6 @@ class Text(Dataset):
     Config = Config
 
     def files(self) -> list[Path]:
-        """The files `path` means, those of a folder sorted."""
         globs = as_list(self.config.glob)
         return find(as_list(self.config.path), [name + end for name in globs for end in ("", *COMPRESSED)])
 

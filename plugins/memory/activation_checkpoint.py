@@ -82,9 +82,12 @@ class ActivationCheckpoint(Technique):
     phase = "recompute"
     search_toggle = True
     search_space: ClassVar = (
-        {"mode": "full"}, {"mode": "selective"}, {"mode": "every_n", "every": 2}, {"mode": "every_n", "every": 4},
+        {"mode": "full"},
+        {"mode": "selective"},
+        {"mode": "every_n", "every": 2},
+        {"mode": "every_n", "every": 4},
         {"mode": "attention"},
-    )  # fmt: skip
+    )
 
     def facts(self) -> dict[Fact, str]:
         """What selective mode saves serves one backward."""

@@ -124,7 +124,6 @@ class UpdateInBackward(Technique):
         return optimizer
 
     def before_step(self, step: int) -> None:
-        """Forget the norms of the step before."""
         for part in self._parts:
             part.used_gradients.clear()
 

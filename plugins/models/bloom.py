@@ -47,10 +47,7 @@ class BloomConfig(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer; a head has dim / n_heads features."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.dim // self.n_heads,
-            bias=True, slopes=slopes(self.n_heads), unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(bias=True, slopes=slopes(self.n_heads))
 
 
 def slopes(heads: int) -> tuple[float, ...]:
@@ -86,7 +83,6 @@ class Bloom(Model):
     }
 
     def check(self) -> Iterable[str]:
-        """Heads must divide the width, and fall into equal groups."""
         c = self.config
         if c.dim % c.n_heads:
             heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
@@ -95,13 +91,11 @@ class Bloom(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this BLOOM."""
         c = self.config
         layer = pre_norm(c.dim, c.heads.part(), feed_forward(c.dim, c.ffn_width), vectors=2)
         return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2, embed_norm=True)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
         layers = (
@@ -116,11 +110,13 @@ class Bloom(Model):
         if c.kv_heads != c.n_heads or c.ffn_width != 4 * c.dim:
             return None
         return {
-            "architectures": ["BloomForCausalLM"], "model_type": "bloom",
-            **{theirs: getattr(c, ours) for theirs, ours in _HF_SIZES.items()},
-            "seq_length": c.max_seq_len, "tie_word_embeddings": c.tied, "layer_norm_epsilon": c.norm_eps,
-            "initializer_range": c.init_std, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        } | _HF_FIXED  # fmt: skip
+            "architectures": ["BloomForCausalLM"],
+            "model_type": "bloom",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "initializer_range": c.init_std,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of a BloomForCausalLM, whose queries, keys and values are interleaved by head."""
@@ -133,9 +129,11 @@ class Bloom(Model):
         ]
         head = ("embed.weight",) if c.tied else ("output.weight",)
         return [
-            HfTensor("transformer.word_embeddings.weight", ("embed.weight",)), *layers, *norms,
+            HfTensor("transformer.word_embeddings.weight", ("embed.weight",)),
+            *layers,
+            *norms,
             HfTensor("lm_head.weight", head, copy=c.tied),
-        ]  # fmt: skip
+        ]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -147,26 +145,35 @@ class Bloom(Model):
             return None
         also = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
         config = huggingface.with_defaults(config, _HF_DEFAULTS, **also)
-        issues = [*huggingface.size_issues(config, (*_HF_SIZES, "seq_length"))]
-        issues += huggingface.fixed_issues(config, _HF_FIXED)
+        issues = [*huggingface.size_issues(config, _HF_SIZES), *huggingface.fixed_issues(config, _HF_FIXED)]
         if issues:
             raise ConfigError(issues)
-        return {
-            **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
-            "max_seq_len": config["seq_length"],
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["layer_norm_epsilon"],
-        }
+        return {ours: config[theirs] for theirs, ours in _HF_KEYS.items()}
 
 
-_HF_SIZES = {"n_layer": "n_layers", "hidden_size": "dim", "n_head": "n_heads", "vocab_size": "vocab_size"}
+_HF_SIZES = {
+    "n_layer": "n_layers",
+    "hidden_size": "dim",
+    "n_head": "n_heads",
+    "vocab_size": "vocab_size",
+    "seq_length": "max_seq_len",
+}
+_HF_KEYS = _HF_SIZES | {"tie_word_embeddings": "tied", "layer_norm_epsilon": "norm_eps"}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "n_layer": 2, "hidden_size": 64, "n_head": 8, "vocab_size": 250880, "seq_length": 2048,
-    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
+    "n_layer": 2,
+    "hidden_size": 64,
+    "n_head": 8,
+    "vocab_size": 250880,
+    "seq_length": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 _HF_FIXED: Mapping[str, Any] = {"apply_residual_connection_post_layernorm": False}
 _HF_LAYER = {
-    "input_layernorm": ("attn_norm",), "self_attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),
-    "self_attention.dense": ("attn.wo",), "post_attention_layernorm": ("ffn_norm",),
-    "mlp.dense_h_to_4h": ("ffn.up",), "mlp.dense_4h_to_h": ("ffn.down",),
-}  # fmt: skip
+    "input_layernorm": ("attn_norm",),
+    "self_attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),
+    "self_attention.dense": ("attn.wo",),
+    "post_attention_layernorm": ("ffn_norm",),
+    "mlp.dense_h_to_4h": ("ffn.up",),
+    "mlp.dense_4h_to_h": ("ffn.down",),
+}

@@ -46,9 +46,12 @@ class GemmaConfig(DecoderConfig):
     norm_eps: float = option(1e-6, "added to the mean square in norms", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
     sliding_window: int = option(
-        64, "positions that a token attends to in layers 0, 2, 4, ..., its own included", unit="tokens",
-        at_least=1, at_most=2**30,
-    )  # fmt: skip
+        64,
+        "positions that a token attends to in layers 0, 2, 4, ..., its own included",
+        unit="tokens",
+        at_least=1,
+        at_most=2**30,
+    )
     query_scale: int | None = option(None, "scores are divided by its square root; unset: head_dim", at_least=1)
     attention_cap: float = option(50.0, "soft cap on the scores of attention; 0: none", at_least=0)
     logit_cap: float = option(30.0, "soft cap on the logits; 0: none", at_least=0)
@@ -62,11 +65,8 @@ class GemmaConfig(DecoderConfig):
     def heads(self) -> Heads:
         """The attention of a layer without a window."""
         usual = self.query_scale in (None, self.head_width)
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.head_width, rotary=True,
-            scale=None if usual or self.query_scale is None else 1 / math.sqrt(self.query_scale),
-            soft_cap=self.attention_cap, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        scale = None if usual or self.query_scale is None else 1 / math.sqrt(self.query_scale)
+        return self.heads_with(self.head_width, rotary=True, scale=scale, soft_cap=self.attention_cap)
 
     def heads_of(self, layer: int) -> Heads:
         """The attention of a layer, by its number."""
@@ -89,7 +89,6 @@ class GeGLU(SwiGLU):
     """The gated feed-forward w2(gelu(w1 x) * w3 x), [B, S, D] to [B, S, D] (arXiv 2002.05202)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))  # type: ignore[no-any-return]
 
 
@@ -129,9 +128,15 @@ def _layer(config: GemmaConfig) -> LayerPart:
 
     first, after, second, last = (_wide(norm(name, c.dim)) for name in _NORMS)
     operations = (
-        first, *(one for op in attn.operations for one in both(op)), after, residual(c.dim),
-        second, *ffn.operations, last, residual(c.dim),
-    )  # fmt: skip
+        first,
+        *(one for op in attn.operations for one in both(op)),
+        after,
+        residual(c.dim),
+        second,
+        *ffn.operations,
+        last,
+        residual(c.dim),
+    )
     return LayerPart(operations, {**dict.fromkeys(_NORMS, "norm"), **attn.tensor, **ffn.tensor})
 
 
@@ -152,15 +157,21 @@ class Gemma(Model):
         "gemma-2-2b": _sizes(26, 2304, 8, 4, 256, 9216),
         "gemma-2-9b": _sizes(42, 3584, 16, 8, 256, 14336),
         "gemma-2-27b": {**_sizes(46, 4608, 32, 16, 128, 36864), "query_scale": 144},
-        "nano": {"n_layers": 4, "dim": 128, "n_heads": 4, "ffn_dim": 384, "vocab_size": 4097, "max_seq_len": 128},
-        "tiny": {
-            "n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 16, "ffn_dim": 128,
-            "vocab_size": 257, "max_seq_len": 64, "sliding_window": 16,
-        },
-    }  # fmt: skip
+        "nano": dict(n_layers=4, dim=128, n_heads=4, ffn_dim=384, vocab_size=4097, max_seq_len=128),
+        "tiny": dict(
+            n_layers=4,
+            dim=64,
+            n_heads=8,
+            n_kv_heads=4,
+            head_dim=16,
+            ffn_dim=128,
+            vocab_size=257,
+            max_seq_len=64,
+            sliding_window=16,
+        ),
+    }
 
     def check(self) -> Iterable[str]:
-        """Heads must have an even number of features, and fall into whole groups."""
         c = self.config
         if c.head_dim is None and c.dim % (2 * c.n_heads):
             dims = nearest(c.dim, step=2 * c.n_heads)
@@ -181,33 +192,37 @@ class Gemma(Model):
         return replace(spec, init=init, head_ops=(_wide(norm("norm", c.dim)), *spec.head_ops[1:]))
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         return Decoder(
-            c, (Layer(c, number) for number in range(c.n_layers)), Norm(c.dim, c.norm_eps),
-            rotary=Rotary(head_dim=c.head_width, theta=c.rope_theta), embed_scale=math.sqrt(c.dim),
+            c,
+            (Layer(c, number) for number in range(c.n_layers)),
+            Norm(c.dim, c.norm_eps),
+            rotary=Rotary(head_dim=c.head_width, theta=c.rope_theta),
+            embed_scale=math.sqrt(c.dim),
             logit_cap=c.logit_cap,
-        )  # fmt: skip
+        )
 
     def hf_config(self) -> Mapping[str, Any]:
         """A Gemma2ForCausalLM. The rotary keys are those that transformers 4 and 5 both read."""
         c = self.config
         return {
-            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2",
-            **{theirs: getattr(c, ours) for theirs, ours in huggingface.SIZES.items()},
-            "num_key_value_heads": c.kv_heads, "head_dim": c.head_width, "tie_word_embeddings": c.tied,
-            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
-            "sliding_window": c.sliding_window, "query_pre_attn_scalar": c.query_scale or c.head_width,
-            "attn_logit_softcapping": c.attention_cap or None, "final_logit_softcapping": c.logit_cap or None,
-        } | _HF_FIXED  # fmt: skip
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "num_key_value_heads": c.kv_heads,
+            "head_dim": c.head_width,
+            "initializer_range": c.init_std,
+            "rope_theta": c.rope_theta,
+            "query_pre_attn_scalar": c.query_scale or c.head_width,
+            "attn_logit_softcapping": c.attention_cap or None,
+            "final_logit_softcapping": c.logit_cap or None,
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
-        """The names of a Gemma2ForCausalLM."""
         return huggingface.decoder_tensors(self.config.n_layers, huggingface.LAYER | _HF_NORMS, tied=self.config.tied)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Sizes of a Gemma2ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "gemma2":
             return None
         config = huggingface.with_defaults(config, _HF_DEFAULTS)
@@ -221,14 +236,14 @@ class Gemma(Model):
             raise ConfigError(issues)
         scale = config["query_pre_attn_scalar"]
         return {
-            **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
-            "n_kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
-            "sliding_window": config["sliding_window"], "tied": config["tie_word_embeddings"],
-            "norm_eps": config["rms_norm_eps"], "rope_theta": theta,
+            **{ours: config[theirs] for theirs, ours in _HF_KEYS.items()},
+            "n_kv_heads": config["num_key_value_heads"],
+            "head_dim": config["head_dim"],
+            "rope_theta": theta,
             "query_scale": None if scale == config["head_dim"] else scale,
             "attention_cap": config["attn_logit_softcapping"] or 0.0,
             "logit_cap": config["final_logit_softcapping"] or 0.0,
-        }  # fmt: skip
+        }
 
 
 def _kinds(n_layers: int) -> list[str]:
@@ -236,17 +251,36 @@ def _kinds(n_layers: int) -> list[str]:
 
 
 _KINDS = ("sliding_attention", "full_attention")
+_HF_KEYS = {
+    **huggingface.SIZES,
+    "tie_word_embeddings": "tied",
+    "rms_norm_eps": "norm_eps",
+    "sliding_window": "sliding_window",
+}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000, "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "num_hidden_layers": 26,
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 _HF_FIXED: Mapping[str, Any] = {
-    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 _HF_NORMS = {
-    "post_attention_layernorm": "attn_out_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "attn_out_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "ffn_out_norm",
-}  # fmt: skip
+}

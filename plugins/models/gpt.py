@@ -55,10 +55,7 @@ class GptConfig(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer; a head has dim / n_heads features."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.dim // self.n_heads,
-            bias=True, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(bias=True)
 
 
 def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: int = 2048) -> dict[str, Any]:
@@ -93,7 +90,6 @@ class Gpt(Model):
     }
 
     def check(self) -> Iterable[str]:
-        """Heads must divide the width, and fall into equal groups."""
         c = self.config
         if c.dim % c.n_heads:
             heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
@@ -102,14 +98,12 @@ class Gpt(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this GPT."""
         c = self.config
         dropout = c.dropout > 0
         layer = pre_norm(c.dim, c.heads.part(), feed_forward(c.dim, c.ffn_width), vectors=2, dropout=dropout)
         return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2, learned_positions=True, dropout=dropout)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
         feed = partial(FeedForward, c.dim, c.ffn_width, approximate=c.gelu_approximate)
@@ -131,13 +125,16 @@ class Gpt(Model):
         if c.kv_heads != c.n_heads:
             return None
         return {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
-            "n_layer": c.n_layers, "n_embd": c.dim, "n_head": c.n_heads, "n_inner": c.ffn_width,
-            "vocab_size": c.vocab_size, "n_positions": c.max_seq_len, "tie_word_embeddings": c.tied,
-            "layer_norm_epsilon": c.norm_eps, "initializer_range": c.init_std,
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "n_inner": c.ffn_width,
+            "initializer_range": c.init_std,
             "activation_function": "gelu_new" if c.gelu_approximate == "tanh" else "gelu",
-            "resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": 0.0,
-        } | _HF_FIXED  # fmt: skip
+            "resid_pdrop": c.dropout,
+            "embd_pdrop": c.dropout,
+            "attn_pdrop": 0.0,
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of a GPT2LMHeadModel. Its matrices are [in, out], with q, k and v side by side."""
@@ -154,35 +151,52 @@ class Gpt(Model):
         if config.get("model_type") != "gpt2":
             return None
         also = {
-            "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
             "max_position_embeddings": "n_positions",
-        }  # fmt: skip
+        }
         config = huggingface.with_defaults(config, _HF_DEFAULTS, **also)
         gelu, odd = huggingface.read_gelu(config, "activation_function")
         issues = [*huggingface.size_issues(config, _HF_SIZES), *huggingface.fixed_issues(config, _HF_FIXED), *odd]
         if issues:
             raise ConfigError(issues)
         return {
-            **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
+            **{ours: config[theirs] for theirs, ours in _HF_KEYS.items()},
             "ffn_dim": config["n_inner"] or 4 * config["n_embd"],
             "gelu_approximate": gelu,
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["layer_norm_epsilon"],
         }
 
 
 _HF_SIZES = {
-    "n_layer": "n_layers", "n_embd": "dim", "n_head": "n_heads", "vocab_size": "vocab_size",
+    "n_layer": "n_layers",
+    "n_embd": "dim",
+    "n_head": "n_heads",
+    "vocab_size": "vocab_size",
     "n_positions": "max_seq_len",
-}  # fmt: skip
+}
+_HF_KEYS = _HF_SIZES | {"tie_word_embeddings": "tied", "layer_norm_epsilon": "norm_eps"}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024, "n_inner": None,
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 _HF_FIXED: Mapping[str, Any] = {
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False
-}  # fmt: skip
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
 _HF_LAYER = {
-    "ln_1": ("attn_norm",), "attn.c_attn": ("attn.wq", "attn.wk", "attn.wv"), "attn.c_proj": ("attn.wo",),
-    "ln_2": ("ffn_norm",), "mlp.c_fc": ("ffn.up",), "mlp.c_proj": ("ffn.down",),
-}  # fmt: skip
+    "ln_1": ("attn_norm",),
+    "attn.c_attn": ("attn.wq", "attn.wk", "attn.wv"),
+    "attn.c_proj": ("attn.wo",),
+    "ln_2": ("ffn_norm",),
+    "mlp.c_fc": ("ffn.up",),
+    "mlp.c_proj": ("ffn.down",),
+}

@@ -55,19 +55,19 @@ class LlamaConfig(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer; a head has dim / n_heads features."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.dim // self.n_heads,
-            rotary=True, window=self.sliding_window or 0, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(rotary=True, window=self.sliding_window or 0)
 
     @property
     def rotary(self) -> Rotary:
         """The rotary positions, scaled or not."""
         return Rotary(
-            head_dim=self.heads.head_dim, theta=self.rope_theta, scaling_factor=self.rope_scaling_factor,
-            scaling_low=self.rope_scaling_low, scaling_high=self.rope_scaling_high,
+            head_dim=self.heads.head_dim,
+            theta=self.rope_theta,
+            scaling_factor=self.rope_scaling_factor,
+            scaling_low=self.rope_scaling_low,
+            scaling_high=self.rope_scaling_high,
             scaling_original_max=self.rope_scaling_original_max,
-        )  # fmt: skip
+        )
 
 
 def _sizes(n_layers: int, dim: int, n_heads: int, ffn_dim: int, **more: Any) -> dict[str, Any]:
@@ -77,8 +77,12 @@ def _sizes(n_layers: int, dim: int, n_heads: int, ffn_dim: int, **more: Any) -> 
 _LLAMA1 = {"vocab_size": 32000, "max_seq_len": 2048, "norm_eps": 1e-6}
 # 8,192 is the length of most of Llama 3.1's pretraining; its scaled frequencies serve a max_seq_len of up to 131,072.
 _LLAMA3 = {
-    "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 8192, "rope_theta": 500000.0, "rope_scaling_factor": 8.0
-}  # fmt: skip
+    "n_kv_heads": 8,
+    "vocab_size": 128256,
+    "max_seq_len": 8192,
+    "rope_theta": 500000.0,
+    "rope_scaling_factor": 8.0,
+}
 
 
 @register
@@ -107,7 +111,6 @@ class Llama(Model):
     }
 
     def check(self) -> Iterable[str]:
-        """Heads must divide the width into an even head_dim, and fall into whole groups."""
         c = self.config
         if c.dim % (2 * c.n_heads):
             heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0, most=c.dim // 2)
@@ -122,11 +125,9 @@ class Llama(Model):
             yield f"sliding_window {c.sliding_window} is longer than max_seq_len {c.max_seq_len}; {most}"
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this Llama."""
         return gated_spec(self.config, self.config.heads, self.config.ffn_dim)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         return gated_decoder(c, c.heads, c.ffn_dim, c.rotary)
 
@@ -147,11 +148,14 @@ class Llama(Model):
             "original_max_position_embeddings": c.rope_scaling_original_max,
         }
         return {
-            **kind, **{theirs: getattr(c, ours) for theirs, ours in huggingface.SIZES.items()},
-            "num_key_value_heads": c.kv_heads, "head_dim": c.heads.head_dim, "tie_word_embeddings": c.tied,
-            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
+            **kind,
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "num_key_value_heads": c.kv_heads,
+            "head_dim": c.heads.head_dim,
+            "initializer_range": c.init_std,
+            "rope_theta": c.rope_theta,
             "rope_scaling": None if c.rope_scaling_factor == 1 else scaling,
-        }  # fmt: skip
+        }
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of both; their rotary features fall into halves as ours do, so nothing is permuted."""
@@ -177,7 +181,7 @@ class Llama(Model):
         issues += [*huggingface.fixed_issues(config, _HF_FIXED, (layers,)), *wrong]
         if issues:
             raise ConfigError(issues)
-        values = {ours: config[theirs] for theirs, ours in huggingface.SIZES.items()}
+        values = {ours: config[theirs] for theirs, ours in _HF_KEYS.items()}
         values |= {key: config[key] for key in window if config[key] < config["max_position_embeddings"]}
         values |= {ours: scaling[theirs] for theirs, ours in _HF_SCALING.items() if scaling}
         if scaling:
@@ -185,21 +189,31 @@ class Llama(Model):
             values["rope_scaling_original_max"] = {key: config["max_position_embeddings"], **scaling, **config}[key]
         return values | {
             "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_KEYS = {**huggingface.SIZES, "tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": None,
-    "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _HF_MISTRAL: Mapping[str, Any] = {
-    "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "sliding_window": 4096
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _HF_SCALING = {
-    "factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low", "high_freq_factor": "rope_scaling_high"
-}  # fmt: skip
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_scaling_low",
+    "high_freq_factor": "rope_scaling_high",
+}

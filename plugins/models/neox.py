@@ -26,15 +26,7 @@ from titan.contracts.base.cost import norm, residual
 from titan.contracts.base.spec import nearest
 from titan.errors import ConfigError
 from titan.layers import huggingface
-from titan.layers.blocks import (
-    FeedForward,
-    Heads,
-    LayerPart,
-    PreNormLayer,
-    SelfAttention,
-    feed_forward,
-    pre_norm,
-)
+from titan.layers.blocks import FeedForward, Heads, LayerPart, PreNormLayer, SelfAttention, feed_forward, pre_norm
 from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
 from titan.layers.rotary import Rotary
 
@@ -57,10 +49,7 @@ class NeoxConfig(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer; a head has dim / n_heads features."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.dim // self.n_heads,
-            bias=True, rotary=True, rotary_share=self.rotary_pct, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(bias=True, rotary=True, rotary_share=self.rotary_pct)
 
     @property
     def rotary(self) -> Rotary:
@@ -117,7 +106,6 @@ class Neox(Model):
     }
 
     def check(self) -> Iterable[str]:
-        """Heads must divide the width, rotate an even number of features, and fall into equal groups."""
         c = self.config
         if c.dim % c.n_heads:
             heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
@@ -132,14 +120,12 @@ class Neox(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this GPT-NeoX."""
         c = self.config
         attn, ffn = c.heads.part(), feed_forward(c.dim, c.ffn_width)
         layer = _parallel(c.dim, attn, ffn) if c.parallel_residual else pre_norm(c.dim, attn, ffn, vectors=2)
         return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         layer = ParallelLayer if c.parallel_residual else PreNormLayer
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
@@ -148,9 +134,10 @@ class Neox(Model):
         return Decoder(c, layers, norm(), rotary=c.rotary)
 
     hf_ignored = (
-        "gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias",
+        "gpt_neox.layers.*.attention.bias",
+        "gpt_neox.layers.*.attention.masked_bias",
         "gpt_neox.layers.*.attention.rotary_emb.inv_freq",
-    )  # fmt: skip
+    )
 
     def hf_config(self) -> Mapping[str, Any] | None:
         """A GPTNeoXForCausalLM, which knows no grouped heads. transformers 4 and 5 read these rotary keys."""
@@ -158,28 +145,32 @@ class Neox(Model):
         if c.kv_heads != c.n_heads:
             return None
         return {
-            "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
-            **{theirs: getattr(c, ours) for theirs, ours in huggingface.SIZES.items()},
-            "intermediate_size": c.ffn_width, "layer_norm_eps": c.norm_eps, "tie_word_embeddings": c.tied,
-            "use_parallel_residual": c.parallel_residual, "initializer_range": c.init_std,
-            "rotary_pct": c.rotary_pct, "rotary_emb_base": c.rope_theta, "rope_scaling": None,
-            "attention_dropout": 0.0, "hidden_dropout": 0.0,
+            "architectures": ["GPTNeoXForCausalLM"],
+            "model_type": "gpt_neox",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "intermediate_size": c.ffn_width,
+            "initializer_range": c.init_std,
+            "rotary_pct": c.rotary_pct,
+            "rotary_emb_base": c.rope_theta,
+            "rope_scaling": None,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
             "hidden_act": "gelu_fast" if c.gelu_approximate == "tanh" else "gelu",  # as the published files name it
-        } | _HF_FIXED  # fmt: skip
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of a GPTNeoXForCausalLM, whose queries, keys and values are interleaved by head."""
         c = self.config
         layers = huggingface.biased_tensors("gpt_neox.layers", c.n_layers, _HF_LAYER, groups=c.n_heads)
         return [
-            HfTensor("gpt_neox.embed_in.weight", ("embed.weight",)), *layers,
+            HfTensor("gpt_neox.embed_in.weight", ("embed.weight",)),
+            *layers,
             *(HfTensor(f"gpt_neox.final_layer_norm.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")),
             HfTensor("embed_out.weight", ("embed.weight" if c.tied else "output.weight",), copy=c.tied),
-        ]  # fmt: skip
+        ]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Sizes of a GPTNeoXForCausalLM of transformers 4 or 5; its defaults stand for what config.json leaves out."""
         if config.get("model_type") != "gpt_neox":
             return None
         config = huggingface.with_defaults(config, _HF_DEFAULTS)
@@ -192,24 +183,39 @@ class Neox(Model):
             raise ConfigError(issues)
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         return {
-            **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
-            "parallel_residual": config["use_parallel_residual"],
+            **{ours: config[theirs] for theirs, ours in _HF_KEYS.items()},
             "rotary_pct": rope.get("partial_rotary_factor", config["rotary_pct"]),
             "rope_theta": theta,
             "gelu_approximate": gelu,
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["layer_norm_eps"],
         }
 
 
+_HF_KEYS = {
+    **huggingface.SIZES,
+    "layer_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "use_parallel_residual": "parallel_residual",
+}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 44, "hidden_size": 6144, "num_attention_heads": 64, "intermediate_size": 24576,
-    "vocab_size": 50432, "max_position_embeddings": 2048, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
-    "rotary_emb_base": 1e4, "rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False,
-}  # fmt: skip
+    "num_hidden_layers": 44,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+    "vocab_size": 50432,
+    "max_position_embeddings": 2048,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "rotary_emb_base": 1e4,
+    "rotary_pct": 0.25,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+}
 _HF_FIXED: Mapping[str, Any] = {"attention_bias": True}
 _HF_LAYER = {
-    "input_layernorm": ("attn_norm",), "attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),
-    "attention.dense": ("attn.wo",), "post_attention_layernorm": ("ffn_norm",), "mlp.dense_h_to_4h": ("ffn.up",),
+    "input_layernorm": ("attn_norm",),
+    "attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),
+    "attention.dense": ("attn.wo",),
+    "post_attention_layernorm": ("ffn_norm",),
+    "mlp.dense_h_to_4h": ("ffn.up",),
     "mlp.dense_4h_to_h": ("ffn.down",),
-}  # fmt: skip
+}

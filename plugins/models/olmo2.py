@@ -41,10 +41,7 @@ class Olmo2Config(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer; a head has dim / n_heads features."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.dim // self.n_heads,
-            norm_eps=self.norm_eps, wide_norm=True, rotary=True, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(norm_eps=self.norm_eps, wide_norm=True, rotary=True)
 
     @property
     def rotary(self) -> Rotary:
@@ -73,8 +70,13 @@ class PostNormLayer(nn.Module):
 def _post_norm(dim: int, attn: LayerPart, ffn: LayerPart) -> LayerPart:
     """`PostNormLayer` as data."""
     operations = (
-        *attn.operations, norm("attn_norm", dim), residual(dim), *ffn.operations, norm("ffn_norm", dim), residual(dim)
-    )  # fmt: skip
+        *attn.operations,
+        norm("attn_norm", dim),
+        residual(dim),
+        *ffn.operations,
+        norm("ffn_norm", dim),
+        residual(dim),
+    )
     return LayerPart(operations, {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor})
 
 
@@ -90,15 +92,11 @@ class Olmo2(Model):
         "olmo2-7b": _sizes(32, 4096, 32, 11008),
         "olmo2-13b": _sizes(40, 5120, 40, 13824),
         "olmo2-32b": _sizes(64, 5120, 40, 27648, n_kv_heads=8),
-        "nano": {"n_layers": 4, "dim": 128, "n_heads": 4, "ffn_dim": 384, "vocab_size": 4097, "max_seq_len": 128},
-        "tiny": {
-            "n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 128, "vocab_size": 257,
-            "max_seq_len": 64,
-        },
-    }  # fmt: skip
+        "nano": dict(n_layers=4, dim=128, n_heads=4, ffn_dim=384, vocab_size=4097, max_seq_len=128),
+        "tiny": dict(n_layers=4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=257, max_seq_len=64),
+    }
 
     def check(self) -> Iterable[str]:
-        """Heads must divide the width into an even number of features, and fall into equal groups."""
         c = self.config
         if c.dim % (2 * c.n_heads):
             heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0, most=c.dim // 2)
@@ -108,13 +106,11 @@ class Olmo2(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this OLMo 2."""
         c = self.config
         layer = _post_norm(c.dim, c.heads.part(), swiglu(c.dim, c.ffn_dim))
         return decoder_spec(c, layer, ffn_dim=c.ffn_dim, vectors=1)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
         layers = (
@@ -126,19 +122,20 @@ class Olmo2(Model):
         """An Olmo2ForCausalLM. The rotary keys are those that transformers 4 and 5 both read."""
         c = self.config
         return {
-            "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
-            **{theirs: getattr(c, ours) for theirs, ours in huggingface.SIZES.items()},
-            "num_key_value_heads": c.kv_heads, "tie_word_embeddings": c.tied, "rms_norm_eps": c.norm_eps,
-            "initializer_range": c.init_std, "rope_theta": c.rope_theta, "rope_scaling": None,
-        } | _HF_FIXED  # fmt: skip
+            "architectures": ["Olmo2ForCausalLM"],
+            "model_type": "olmo2",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "num_key_value_heads": c.kv_heads,
+            "initializer_range": c.init_std,
+            "rope_theta": c.rope_theta,
+            "rope_scaling": None,
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
-        """The names of an Olmo2ForCausalLM."""
         return huggingface.decoder_tensors(self.config.n_layers, _HF_LAYER, tied=self.config.tied)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Sizes of an Olmo2ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "olmo2":
             return None
         config = huggingface.with_defaults(config, _HF_DEFAULTS)
@@ -148,21 +145,28 @@ class Olmo2(Model):
         if issues:
             raise ConfigError(issues)
         return {
-            **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
+            **{ours: config[theirs] for theirs, ours in _HF_KEYS.items()},
             "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_KEYS = {**huggingface.SIZES, "tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": None,
-    "intermediate_size": 11008, "vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "intermediate_size": 11008,
+    "vocab_size": 50304,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False}
 _HF_LAYER = {theirs: ours for theirs, ours in huggingface.LAYER.items() if not theirs.endswith("layernorm")} | {
-    "post_attention_layernorm": "attn_norm", "post_feedforward_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
-}  # fmt: skip
+    "post_attention_layernorm": "attn_norm",
+    "post_feedforward_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn.q_norm",
+    "self_attn.k_norm": "attn.k_norm",
+}

@@ -40,11 +40,7 @@ class Qwen3Config(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads,
-            head_dim=self.dim // self.n_heads if self.head_dim is None else self.head_dim,
-            norm_eps=self.norm_eps, rotary=True, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(self.head_dim, norm_eps=self.norm_eps, rotary=True)
 
     @property
     def rotary(self) -> Rotary:
@@ -72,15 +68,13 @@ class Qwen3(Model):
         "8b": _sizes(36, 4096, 32, 12288),
         "14b": _sizes(40, 5120, 40, 17408),
         "32b": _sizes(64, 5120, 64, 25600),
-        "nano": {"n_layers": 4, "dim": 128, "n_heads": 4, "ffn_dim": 384, "vocab_size": 4097, "max_seq_len": 128},
-        "tiny": {
-            "n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 16, "ffn_dim": 128,
-            "vocab_size": 257, "max_seq_len": 64,
-        },
-    }  # fmt: skip
+        "nano": dict(n_layers=4, dim=128, n_heads=4, ffn_dim=384, vocab_size=4097, max_seq_len=128),
+        "tiny": dict(
+            n_layers=4, dim=64, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=128, vocab_size=257, max_seq_len=64
+        ),
+    }
 
     def check(self) -> Iterable[str]:
-        """Heads must have an even number of features, and fall into whole groups."""
         c = self.config
         if c.head_dim is None and c.dim % (2 * c.n_heads):
             dims = nearest(c.dim, step=2 * c.n_heads)
@@ -93,11 +87,9 @@ class Qwen3(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this Qwen3."""
         return gated_spec(self.config, self.config.heads, self.config.ffn_dim)
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         return gated_decoder(c, c.heads, c.ffn_dim, c.rotary)
 
@@ -105,44 +97,53 @@ class Qwen3(Model):
         """A Qwen3ForCausalLM. The rotary keys are those that transformers 4 and 5 both read."""
         c = self.config
         return {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-            **{theirs: getattr(c, ours) for theirs, ours in huggingface.SIZES.items()},
-            "num_key_value_heads": c.kv_heads, "head_dim": c.heads.head_dim, "tie_word_embeddings": c.tied,
-            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
-            "rope_scaling": None, "sliding_window": None,
-        } | _HF_FIXED  # fmt: skip
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_KEYS.items()},
+            "num_key_value_heads": c.kv_heads,
+            "head_dim": c.heads.head_dim,
+            "initializer_range": c.init_std,
+            "rope_theta": c.rope_theta,
+            "rope_scaling": None,
+            "sliding_window": None,
+        } | _HF_FIXED
 
     def hf_tensors(self) -> Sequence[HfTensor]:
-        """The names of a Qwen3ForCausalLM."""
         norms = {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"}
         return huggingface.decoder_tensors(self.config.n_layers, huggingface.LAYER | norms, tied=self.config.tied)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Sizes of a Qwen3ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "qwen3":
             return None
         config = huggingface.with_defaults(config, _HF_DEFAULTS)
         theta, _, wrong = huggingface.read_rope(config, {"default": ()})
         issues = [
             *huggingface.size_issues(config, (*huggingface.SIZES, "head_dim")),
-            *huggingface.fixed_issues(config, _HF_FIXED), *wrong,
-        ]  # fmt: skip
+            *huggingface.fixed_issues(config, _HF_FIXED),
+            *wrong,
+        ]
         if issues:
             raise ConfigError(issues)
         return {
-            **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
+            **{ours: config[theirs] for theirs, ours in _HF_KEYS.items()},
             "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
             "head_dim": config["head_dim"],
-            "tied": config["tie_word_embeddings"],
-            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_KEYS = {**huggingface.SIZES, "tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}
 _HF_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
-    "head_dim": 128, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}

@@ -62,7 +62,6 @@ class BytesSent(Technique):
         self._stop = around_each(self._count)
 
     def after_step(self, step: int, updated: Tensor) -> None:
-        """A step more."""
         self._steps += 1
 
     def measure(self) -> Mapping[str, Tensor]:
@@ -75,7 +74,6 @@ class BytesSent(Technique):
         return dict(zip(self.measures, table, strict=True))
 
     def close(self) -> None:
-        """Let collectives pass unseen again."""
         if self._stop is not None:
             self._stop()
             self._stop = None

@@ -58,7 +58,6 @@ class Adafactor(Optimizer):
     config: Config
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """An optimizer with a group for what is decayed and one for the rest."""
         decayed = [named.parameter for named in parameters if named.decays]
         rest = [named.parameter for named in parameters if not named.decays]
         groups = [{"params": decayed, "weight_decay": self.config.weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -46,7 +46,6 @@ class AdamW(Optimizer):
     default = True
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """An AdamW with a group of what is decayed, and one of what is not."""
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         for named in parameters:
             groups.setdefault(self._decays(named), []).append(named.parameter)
@@ -55,8 +54,11 @@ class AdamW(Optimizer):
                 {"params": group, "weight_decay": self.config.weight_decay if decays else 0.0}
                 for decays, group in groups.items()
             ],
-            lr=self.config.lr, betas=self.config.betas, eps=self.config.eps, fused=True,
-        )  # fmt: skip
+            lr=self.config.lr,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            fused=True,
+        )
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Two means a parameter, of its dtype; weight, gradient and both means read, all but the gradient written."""

@@ -72,7 +72,6 @@ class AdamW8Bit(Optimizer):
     config: Config
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """One group for what is decayed, one for the rest."""
         groups: dict[float, list[nn.Parameter]] = {}
         for named in parameters:
             decays = named.decays or self.config.decay_all

@@ -53,7 +53,6 @@ class WeightAverage(Technique):
         return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 8 + costs.store_itemsize)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Make room for the averages of one part's parameters, sharded as these are."""
         for name, parameter in part.parameters():
             self._weights[name] = parameter
             self._averages[name] = torch.empty_like(parameter.detach(), dtype=torch.float32)
@@ -66,7 +65,6 @@ class WeightAverage(Technique):
             average.copy_(saved.get(name, self._weights[name]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, by canonical names."""
         return {"weights": dict(self._averages)}
 
     @torch.no_grad()

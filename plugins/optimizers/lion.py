@@ -64,7 +64,6 @@ class Lion(Optimizer):
     separable = True
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """A Lion with a group for what is decayed and one for the rest."""
         decayed = [named.parameter for named in parameters if named.decays or self.config.decay_all]
         rest = [named.parameter for named in parameters if not (named.decays or self.config.decay_all)]
         groups = [{"params": decayed, "weight_decay": self.config.weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -36,9 +36,11 @@ class Config:
 
     lr: float = option(2e-3, "peak learning rate", above=0)
     betas: tuple[float, float] = option(
-        (0.9, 0.95), "share of the mean x in y, where gradients are taken; decay rate of the mean squared gradient",
-        above=0, below=1,
-    )  # fmt: skip
+        (0.9, 0.95),
+        "share of the mean x in y, where gradients are taken; decay rate of the mean squared gradient",
+        above=0,
+        below=1,
+    )
     eps: float = option(1e-8, "added to the denominator, the root of the mean squared gradient", above=0)
     weight_decay: float = option(0.1, "weight decay coefficient, times the learning rate", at_least=0)
     decay_all: bool = option(False, "apply weight decay to norms, biases and embeddings too")
@@ -55,7 +57,8 @@ class ScheduleFreeAdamW(Optimizer):
 
     def check(self, job: Job) -> Iterable[str]:
         """The rate must not fall, and weights must be everyone's."""
-        factors = [job.lr_factor(step) for step in _spread(job.train.steps)]
+        # A hundred steps of the run, with the first and the last.
+        factors = [job.lr_factor(step) for step in sorted({1 + (job.train.steps - 1) * at // 99 for at in range(100)})]
         if factors[-1] < max(factors):
             schedule = f"[lr_schedule] name = {job.table['lr_schedule']['name']!r}"
             yield (
@@ -69,7 +72,6 @@ class ScheduleFreeAdamW(Optimizer):
             )
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """An optimizer with a group for what is decayed and one for the rest."""
         decayed = [named.parameter for named in parameters if named.decays or self.config.decay_all]
         rest = [named.parameter for named in parameters if not (named.decays or self.config.decay_all)]
         groups = [{"params": decayed, "weight_decay": self.config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -84,11 +86,6 @@ class ScheduleFreeAdamW(Optimizer):
         return replace(
             costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 11 * size, update_scratch=at_once
         )
-
-
-def _spread(steps: int) -> Iterator[int]:
-    """A hundred steps of a run, with the first and the last."""
-    return iter(sorted({1 + (steps - 1) * at // 99 for at in range(100)}))
 
 
 class _ScheduleFree(torch.optim.Optimizer):

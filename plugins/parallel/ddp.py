@@ -44,9 +44,16 @@ class DistributedDataParallel(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients per step, overlapped with the last backward."""
         summed = CollectiveCost(
-            axes=("dp_replicate", *job.layout.axes_of("sliced")), collective="all_reduce", where="unit",
-            when="backward", numel=1, itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",
-        )  # fmt: skip
+            axes=("dp_replicate", *job.layout.axes_of("sliced")),
+            collective="all_reduce",
+            where="unit",
+            when="backward",
+            numel=1,
+            itemsize=costs.reduce_itemsize,
+            per_parameter=True,
+            overlaps=True,
+            per="step",
+        )
         return replace(
             costs,
             collectives=(*costs.collectives, summed),

@@ -49,13 +49,15 @@ class ExpertParallel(Technique):
     phase = "partition"
     axes = (
         Axis(
-            name="ep", folds=("dp_shard", "cp"), weights="slices", topology_order=35,
+            name="ep",
+            folds=("dp_shard", "cp"),
+            weights="slices",
+            topology_order=35,
             doc="ranks of dp_shard x cp that share the experts of each layer",
         ),
-    )  # fmt: skip
+    )
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Each rank must get as many experts as the others."""
         ep, stacks = job.layout.degree("ep"), sorted({op.stack for op in _stacks(spec)})
         if ep > 1 and not stacks:
             yield f"mesh.ep = {ep}: the model has no experts; set mesh.ep = 1"
@@ -78,11 +80,16 @@ class ExpertParallel(Technique):
         stack = _stacks(job.spec)[0]  # all linears of an expert have the same rows, as wide as a hidden state
         travels = (
             CollectiveCost(
-                axes=("ep",), collective="all_to_all", where="layer", when=when, numel=stack.used * costs.dim, count=2,
+                axes=("ep",),
+                collective="all_to_all",
+                where="layer",
+                when=when,
+                numel=stack.used * costs.dim,
+                count=2,
                 of_layers=stack.of_layers,
             )
             for when in kinds
-        )  # fmt: skip
+        )
         return replace(costs, stacks_over=(*costs.stacks_over, "ep"), collectives=(*costs.collectives, *travels))
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:

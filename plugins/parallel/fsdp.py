@@ -140,9 +140,14 @@ class FullyShardedDataParallel(Technique):
         if not replicated:
             return found
         replicas = CollectiveCost(
-            axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=over, per="step",
-            **summed, **settings,
-        )  # fmt: skip
+            axes=("dp_replicate",),
+            collective="all_reduce",
+            numel=1,
+            sharded_over=over,
+            per="step",
+            **summed,
+            **settings,
+        )
         return [*found, replicas]
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:

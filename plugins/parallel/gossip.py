@@ -122,7 +122,6 @@ class Gossip(Technique):
             )
 
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
-        """Momentum of what is not tracked."""
         if self.config.momentum and not self.config.tracking:
             yield f"momentum = {self.config.momentum} is used by tracking = true alone"
 
@@ -131,9 +130,17 @@ class Gossip(Technique):
         neighbors = len(averaged(self.config.graph, job.layout.degree("worker"), 1)[0]) - 1
         tensors = 2 if self.config.tracking else 1
         sent = CollectiveCost(
-            axes=("worker",), collective="send", where="step", when="update", numel=tensors, itemsize=4,
-            count=neighbors, per_parameter=True, sharded_over=costs.updated_over, per="step",
-        )  # fmt: skip
+            axes=("worker",),
+            collective="send",
+            where="step",
+            when="update",
+            numel=tensors,
+            itemsize=4,
+            count=neighbors,
+            per_parameter=True,
+            sharded_over=costs.updated_over,
+            per="step",
+        )
         passes, state = tensors * (24 + 16 * neighbors), costs.state
         if self.config.tracking:
             passes += 72
@@ -175,7 +182,6 @@ class Gossip(Technique):
 
     @torch.no_grad()
     def before_update(self, grad_norm: Tensor) -> None:
-        """Replace the worker's gradients by the tracked ones."""
         if not self.config.tracking:
             return
         finite = grad_norm.isfinite()
@@ -223,10 +229,16 @@ class Gossip(Technique):
         at, group = self._context.mesh.at("worker"), self._context.mesh.group("worker")
         own = torch.cat([tensor.flatten() for tensor in tensors])
         parts = [own if worker == at else torch.empty_like(own) for worker in rows[at]]
-        moves = [dist.P2POp(dist.irecv, part, group=group, group_peer=worker)
-                 for worker, part in zip(rows[at], parts, strict=True) if worker != at]  # fmt: skip
-        moves += [dist.P2POp(dist.isend, own, group=group, group_peer=worker)
-                  for worker, row in enumerate(rows) if worker != at and at in row]  # fmt: skip
+        moves = [
+            dist.P2POp(dist.irecv, part, group=group, group_peer=worker)
+            for worker, part in zip(rows[at], parts, strict=True)
+            if worker != at
+        ]
+        moves += [
+            dist.P2POp(dist.isend, own, group=group, group_peer=worker)
+            for worker, row in enumerate(rows)
+            if worker != at and at in row
+        ]
         for work in dist.batch_isend_irecv(moves):
             work.wait()
         total, *others = parts

@@ -133,7 +133,6 @@ class LocalSteps(Technique):
             )
 
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
-        """Options of the other outer step."""
         if self.config.outer == "average":
             for name in ("outer_lr", "outer_momentum"):
                 if (value := getattr(self.config, name)) != getattr(Config(), name):
@@ -146,19 +145,29 @@ class LocalSteps(Technique):
         kinds: tuple[Collective, ...] = ("all_to_all", "all_gather")
         exchange = tuple(
             CollectiveCost(
-                axes=("worker",), collective=kind, where="step", when="update", count=config.fragments / config.every,
-                numel=1 / config.fragments, itemsize=bytes_each, per_parameter=True, sharded_over=costs.updated_over,
+                axes=("worker",),
+                collective=kind,
+                where="step",
+                when="update",
+                count=config.fragments / config.every,
+                numel=1 / config.fragments,
+                itemsize=bytes_each,
+                per_parameter=True,
+                sharded_over=costs.updated_over,
                 per="step",
             )
             for kind in kinds
-        )  # fmt: skip
+        )
         kept = PersistentState(component="optimizer", bytes_per_param=4 * tensors, axes=costs.updated_over)
         state = costs.state if config.offload or not tensors else (*costs.state, kept)
         passes = (12 + 8 * tensors) / config.every
         return replace(
-            costs, state=state, collectives=(*costs.collectives, *exchange), update_bytes=costs.update_bytes + passes,
+            costs,
+            state=state,
+            collectives=(*costs.collectives, *exchange),
+            update_bytes=costs.update_bytes + passes,
             after_update_bytes=max(costs.after_update_bytes, self._buffer_bytes(costs, job)),
-        )  # fmt: skip
+        )
 
     def _buffer_bytes(self, costs: Costs, job: Job) -> float:
         """Bytes per parameter that an exchange holds besides its state, of the fragment with embeddings and head."""
@@ -238,7 +247,6 @@ class LocalSteps(Technique):
 
     @torch.no_grad()
     def after_step(self, step: int, updated: Tensor) -> None:
-        """Exchange the fragments whose turn it is."""
         every, count, last = self.config.every, self.config.fragments, self._context.job.train.steps
         if not self._due:
             self._due = [step - 1 + math.ceil((i + 1) * every / count) for i in range(count)]
@@ -277,9 +285,9 @@ class LocalSteps(Technique):
         bases = [shard_of(self._agreed[name]) if self._agreed else None for name in names]
         changes = [w if a is None else a.to(w.device) - w for a, w in zip(bases, held, strict=True)]
         means = self._means(changes, config.exchange)
-        drift = torch.stack([
-            _counted(change - mean, weight) for change, mean, weight in zip(changes, means, weights, strict=True)
-        ]).sum(0)  # fmt: skip
+        drift = torch.stack(
+            [_counted(change - mean, weight) for change, mean, weight in zip(changes, means, weights, strict=True)]
+        ).sum(0)
         for name, base, mean in zip(names, bases, means, strict=True):
             new = mean if base is None else self._stepped(name, base, mean)
             for weight in self._weights[name]:
@@ -322,7 +330,6 @@ class LocalSteps(Technique):
         return [mean[: one.numel()].view_as(one) for one, mean in zip(own, found, strict=True)]
 
     def measure(self) -> Mapping[str, Tensor | None]:
-        """The drift of the fragments exchanged last."""
         return {"worker_drift": self._drift}
 
 

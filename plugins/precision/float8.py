@@ -350,10 +350,12 @@ def _mx_linear(linear: Any, config: Float8Config, emulate: bool) -> nn.Module:
     of: Any = _torchao("torchao.prototype.moe_training.mxfp8_linear").MXFP8Linear
     with torch.device("meta"):
         converted: nn.Module = of(
-            linear.in_features, linear.out_features, bias=False,
+            linear.in_features,
+            linear.out_features,
+            bias=False,
             kernel_preference=kinds.EMULATED if emulate else kinds.AUTO,
             wgrad_with_hp=config.recipe.endswith("gw_hp"),
-        )  # fmt: skip
+        )
     converted.register_parameter("weight", linear.weight)
     converted.register_parameter("bias", linear.bias)
     return converted

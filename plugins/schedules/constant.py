@@ -25,6 +25,5 @@ class Constant(LrSchedule):
     Config = Config
 
     def factor(self, step: int, steps: int) -> float:
-        """Factor of the peak rate at `step`, from 1; the length of training does not enter."""
         warmup: int = max(1, self.config.warmup_steps)
         return min(1.0, step / warmup)

@@ -33,7 +33,6 @@ class Linear(LrSchedule):
     Config = Config
 
     def factor(self, step: int, steps: int) -> float:
-        """Factor of the peak rate at `step`, from 1, of `steps`."""
         peak: int = max(1, self.config.warmup_steps)
         if step <= peak:
             return step / peak

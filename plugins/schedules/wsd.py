@@ -34,7 +34,6 @@ class Wsd(LrSchedule):
     Config = Config
 
     def factor(self, step: int, steps: int) -> float:
-        """Factor of the peak rate at `step`, from 1, of `steps`."""
         peak: int = max(1, self.config.warmup_steps)
         if step <= peak:
             return step / peak

@@ -65,7 +65,6 @@ class Bpe(Tokenizer):
         return self._pairs.fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end id."""
         return self._pairs.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -46,9 +46,14 @@ ADDED = "added_tokens.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
 READ = (ABOUT, SPECIALS, ADDED, GENERATION, MODEL)
 PASSED_ON = (
-    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
     "spiece.model",
-)  # fmt: skip
+)
 """What stands beside tokenizer.json, and other programs read."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 MOST_BYTES = 50 << 20
@@ -128,7 +133,6 @@ class Hf(Tokenizer):
 
     @property
     def end(self) -> int:
-        """The id of the token that ends a document."""
         return self._opened[1]
 
     @cached_property
@@ -200,7 +204,6 @@ class Hf(Tokenizer):
 
     @classmethod
     def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
-        """The options for a Hugging Face folder; None if it has no tokenizer.json."""
         return {"path": str(folder)} if os.path.lexists(folder / TOKENIZER) else None
 
 

@@ -37,9 +37,16 @@ class Family:
 
 
 _LLAMA3_NAMED = {
-    0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 5: "step_id", 6: "start_header_id",
-    7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag",
-}  # fmt: skip
+    0: "begin_of_text",
+    1: "end_of_text",
+    4: "finetune_right_pad_id",
+    5: "step_id",
+    6: "start_header_id",
+    7: "end_header_id",
+    8: "eom_id",
+    9: "eot_id",
+    10: "python_tag",
+}
 _LLAMA3_RESERVED = [offset for offset in range(256) if offset not in _LLAMA3_NAMED]
 _LLAMA3_SPECIALS = {f"<|{name}|>": offset for offset, name in _LLAMA3_NAMED.items()} | {
     f"<|reserved_special_token_{number}|>": offset for number, offset in enumerate(_LLAMA3_RESERVED)
@@ -106,7 +113,6 @@ class Tiktoken(Tokenizer):
 
     @property
     def end(self) -> int:
-        """The id of the special that ends a document."""
         return self._pairs.end
 
     @property

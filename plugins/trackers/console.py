@@ -46,7 +46,6 @@ class Console(Tracker):
             self._redirected.enter_context(logging_redirect_tqdm([logging.getLogger("titan")]))
 
     def log(self, row: Row) -> None:
-        """Print the main values of a row as one line."""
         validation = row.get("validation_loss") is not None
         line = f"step {row['step']}/{self._steps}  " + (_validation(row) if validation else self._training(row))
         if self._bar is not None:
@@ -60,7 +59,6 @@ class Console(Tracker):
         return "  ".join(parts)
 
     def progress(self, step: int) -> None:
-        """Move the progress bar to this step, if there is one."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 

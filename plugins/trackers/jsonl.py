@@ -54,7 +54,8 @@ class Jsonl(Tracker):
         """
         assert self._file is not None, "log() before start()"
         self._cut_back(self._file)
-        line = json.dumps({key: _known(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
+        known = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+        line = json.dumps(known, allow_nan=False).encode() + b"\n"
         self._torn = True
         if os.write(self._file, line) != len(line):
             self._cut_back(self._file)
@@ -75,10 +76,6 @@ class Jsonl(Tracker):
                 self._cut_back(file)
             finally:
                 os.close(file)
-
-
-def _known(value: float | int | None) -> float | int | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 def _drop_beyond(path: Path, last: int) -> None:

@@ -49,14 +49,12 @@ class TensorBoard(Tracker):
     _writer: "SummaryWriter | None" = None
 
     def start(self, info: RunInfo) -> None:
-        """Open an event file, and write the resolved job into it."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(info.folder / "tensorboard"), purge_step=info.start_step + 1)
         self._writer.add_text("config", _as_markdown(info.config), info.start_step)
 
     def log(self, row: Row) -> None:
-        """Write the row's known values at its step."""
         assert self._writer is not None, "log() before start()"
         for key, value in row.items():
             if value is not None and key not in ("step", "time"):
@@ -64,7 +62,6 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def close(self) -> None:
-        """Write the remaining events and close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -68,15 +68,28 @@ class Wandb(Tracker):
         wandb = _package()
         own = self.config
         settings = wandb.Settings(
-            x_disable_stats=True, console="off", disable_git=True, save_code=False, silent=True,
+            x_disable_stats=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
             finish_timeout=own.finish_timeout_s,
-        )  # fmt: skip
+        )
         try:
             self._run = wandb.init(
-                project=own.project, entity=own.entity or None, group=own.group or None, tags=own.tags,
-                mode=own.mode, name=info.name, id=_run_id(info), resume="allow", dir=str(info.folder),
-                config=dict(info.config), allow_val_change=True, settings=settings,
-            )  # fmt: skip
+                project=own.project,
+                entity=own.entity or None,
+                group=own.group or None,
+                tags=own.tags,
+                mode=own.mode,
+                name=info.name,
+                id=_run_id(info),
+                resume="allow",
+                dir=str(info.folder),
+                config=dict(info.config),
+                allow_val_change=True,
+                settings=settings,
+            )
         except (wandb.Error, OSError) as error:
             what = f"[metrics.wandb] mode = {own.mode!r}: {' '.join(str(error).split())}"
             fault = ConfigIssue("", f'{what}; run `wandb login`, or set mode = "offline"')
@@ -87,7 +100,6 @@ class Wandb(Tracker):
         _log.info(f"wandb: {self._run.url if own.mode == 'online' else Path(self._run.dir).parent}")
 
     def log(self, row: Row) -> None:
-        """Send the values of a row that are not None to Weights & Biases."""
         if self._run is None:
             return
         try:

@@ -15,8 +15,9 @@ from titan.config import load_job
 from titan.errors import ConfigError, PluginError
 from titan.layers.experts import SideLoss
 from titan.planner.dryrun.run import dry_run
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 from titan.testing.jobs import Outcome, assert_same_curve, run_job, train_job
 from titan.testing.ranks import RankError
 

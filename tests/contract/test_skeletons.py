@@ -66,9 +66,11 @@ def test_a_package_is_complete(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert files == [
-        "clamp/pyproject.toml", "clamp/src/titan_my_clamp/__init__.py", "clamp/src/titan_my_clamp/my_clamp.py",
+        "clamp/pyproject.toml",
+        "clamp/src/titan_my_clamp/__init__.py",
+        "clamp/src/titan_my_clamp/my_clamp.py",
         "clamp/tests/test_my_clamp.py",
-    ]  # fmt: skip
+    ]
     assert 'my_clamp = "titan_my_clamp.my_clamp"' in (tmp_path / "clamp" / "pyproject.toml").read_text()
     assert "PLUGINS = ()" in (tmp_path / "clamp" / "tests" / "test_my_clamp.py").read_text()
     commands = [line.partition(" -m ")[2] for line in done.stdout.splitlines()[-2:]]
@@ -86,8 +88,10 @@ def test_a_package_takes_another_plugin(ending: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     own, test = "mine/src/titan_first/second.py", "mine/tests/test_second.py"
     assert done.stdout.splitlines()[:3] == [
-        f"wrote {own}", f"wrote {test}", "added second to the entry points in mine/pyproject.toml"
-    ]  # fmt: skip
+        f"wrote {own}",
+        f"wrote {test}",
+        "added second to the entry points in mine/pyproject.toml",
+    ]
     assert "class Second(Tracker)" in (tmp_path / own).read_text() and (tmp_path / test).is_file()
     after = project.read_bytes()
     line = f'second = "titan_first.second"{ending}'.encode()

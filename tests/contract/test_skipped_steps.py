@@ -104,10 +104,8 @@ def test_each_worker_skips_its_own_steps(tmp_path: Path) -> None:
     words = [*mesh(worker=2), "--plugins.local_steps.every", "4", "--plugins.ema.decay", "0.5"]
     words += ["--model.balance_rate", "0.01"]
     paths = train(tmp_path, 2, *words, config=MOE, steps={2: 1, 3: 0})
-    names = (
-        "model.layers.1.ffn.router.bias", "model.layers.0.attn.wq.weight", "optimizer.norm.weight.exp_avg",
-        "optimizer.norm.weight.step", "rest.techniques.ema.weights.norm.weight",
-    )  # fmt: skip
+    names = ("model.layers.1.ffn.router.bias", "model.layers.0.attn.wq.weight", "optimizer.norm.weight.exp_avg")
+    names += ("optimizer.norm.weight.step", "rest.techniques.ema.weights.norm.weight")
     for name in names:
         (one, other), (still, moving), (moves, stays) = (of_each_worker(path, name) for path in paths[:3])
         assert torch.equal(other, moving) and not torch.equal(one, still), name

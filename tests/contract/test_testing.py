@@ -54,10 +54,8 @@ CASES = {
         "options_are_documented_and_survive_a_round_trip",
         "documentation of option share ends with a period",
     ),
-    "curve": (
-        CONFIG + TECHNIQUE, "curve_stays_and_checkpoint_loads_without_it", r"step 1: grad_norm",
-    ),
-}  # fmt: skip
+    "curve": (CONFIG + TECHNIQUE, "curve_stays_and_checkpoint_loads_without_it", r"step 1: grad_norm"),
+}
 
 
 @pytest.fixture
@@ -130,8 +128,10 @@ def test_options_that_are_required_have_values_within_their_bounds(plugin: Path,
 def test_a_dataset_is_read_where_words_say_what_it_requires(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a text")
-    names = [[check.run.__name__ for check in checks("text", *words, kind="dataset")]
-             for words in ((), ("--data.path", str(tmp_path / "text")))]  # fmt: skip
+    names = [
+        [check.run.__name__ for check in checks("text", *words, kind="dataset")]
+        for words in ((), ("--data.path", str(tmp_path / "text")))
+    ]
     assert names[1] == [*names[0], "files_are_read_in_a_fixed_order"]
     check_plugin("text", tmp_path / "all", "--data.path", str(tmp_path / "text"), kind="dataset")
 

@@ -85,8 +85,10 @@ def test_a_clock_and_a_second_start(hunting: Hunt) -> None:
     clock = Fault("step", 9, 0, kind="clock", jump=3e8)
     second = Fault("rename", 1, 0, place=r"/step-00000003\.tmp$", kind="second")
     hunting.report = Report()
-    starts = [Start("dp_shard 2", LAUNCHER, fault, (*SAVING, "--train.steps", str(steps)))
-              for fault, steps in ((second, 6), (clock, STEPS), (NEVER, STEPS))]  # fmt: skip
+    starts = [
+        Start("dp_shard 2", LAUNCHER, fault, (*SAVING, "--train.steps", str(steps)))
+        for fault, steps in ((second, 6), (clock, STEPS), (NEVER, STEPS))
+    ]
     report = hunting.chase(starts)
     assert not report.violations, "\n".join(report.violations)
     assert [one["kind"] for one in report.struck] == ["second", "clock"]

@@ -24,7 +24,8 @@ def by(method: str) -> list[str]:
 METHODS = ("ring", "gather", "ulysses")
 PACKED = ("--data.packing", "document_mask")
 WINDOW = ("--model.sliding_window", "5")
-RECOMPUTE = "--plugins.activation_checkpoint.mode"
+SELECTIVE, FULL, CORES = (("--plugins.activation_checkpoint.mode", mode) for mode in ("selective", "full", "attention"))
+UNFUSED = ("--model.attention", "unfused")
 COMPILED = ("--plugins.compile.backend", "aot_eager")
 
 CASES = {
@@ -35,24 +36,22 @@ CASES = {
     "ring, dp 2, tp 2, packed": (8, mesh(dp_shard=2, cp=2, tp=2), PACKED),
     "ring, ddp 2": (4, mesh(dp_replicate=2, cp=2), ()),
     "gather, hsdp": (8, [*mesh(dp_replicate=2, dp_shard=2, cp=2), *by("gather")], ()),
-    "ring, pp 2, selective, packed": (4, [*mesh(pp=2, cp=2), RECOMPUTE, "selective"], PACKED),
-    "ulysses, unfused, attention recomputed": (
-        2, [*mesh(cp=2), *by("ulysses"), "--model.attention", "unfused", RECOMPUTE, "attention"], PACKED,
-    ),
-    "gather, tp 2, selective, compiled": (
-        4, [*mesh(tp=2, cp=2), *by("gather"), RECOMPUTE, "selective", *COMPILED], PACKED,
-    ),
-    "ulysses, pp 2, recompute full, compiled": (
-        4, [*mesh(pp=2, cp=2), *by("ulysses"), RECOMPUTE, "full", *COMPILED], PACKED,
-    ),
+    "ring, pp 2, selective, packed": (4, [*mesh(pp=2, cp=2), *SELECTIVE], PACKED),
+    "ulysses, unfused, attention recomputed": (2, [*mesh(cp=2), *by("ulysses"), *UNFUSED, *CORES], PACKED),
+    "gather, tp 2, selective, compiled": (4, [*mesh(tp=2, cp=2), *by("gather"), *SELECTIVE, *COMPILED], PACKED),
+    "ulysses, pp 2, recompute full, compiled": (4, [*mesh(pp=2, cp=2), *by("ulysses"), *FULL, *COMPILED], PACKED),
     "ring, compiled": (2, [*mesh(cp=2), *COMPILED], PACKED),
     "ring, zero 3": (
-        4, [*mesh(dp_shard=2, cp=2), "--plugins.fsdp.zero_stage", "3", "--train.micro_batch_size", "1"], (),
+        4,
+        [*mesh(dp_shard=2, cp=2), "--plugins.fsdp.zero_stage", "3", "--train.micro_batch_size", "1"],
+        (),
     ),
     "ring, zero bubble": (
-        4, [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"], (*PACKED, *FOUR_LAYERS),
+        4,
+        [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
+        (*PACKED, *FOUR_LAYERS),
     ),
-}  # fmt: skip
+}
 KEPT = (*(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 2, window", "ring, ddp 2")
 
 
@@ -62,10 +61,8 @@ def test_the_curve_of_one_rank(case: str, same_curve) -> None:
     same_curve(ranks, [*words, *same], same)
 
 
-MODELS = [
-    ("ring", GPT), ("ulysses", GPT), ("ring", OLMO2), ("gather", QWEN3), ("ulysses", NEOX),
-    *((method, BLOOM) for method in METHODS),
-]  # fmt: skip
+MODELS = [("ring", GPT), ("ulysses", GPT), ("ring", OLMO2), ("gather", QWEN3)]
+MODELS += [("ulysses", NEOX), *((method, BLOOM) for method in METHODS)]
 """Each method with several; slopes, which are added to scores, with each."""
 
 

@@ -49,9 +49,11 @@ def loader(source: Any, workers: int, **more: Any) -> Loader:
 
 def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> None:
     mixed = samples(
-        (count_up(tmp_path / "a.bin", 201), 2.0), (count_up(tmp_path / "b.bin", 121, 500), 1.0), shuffle=True,
+        (count_up(tmp_path / "a.bin", 201), 2.0),
+        (count_up(tmp_path / "b.bin", 121, 500), 1.0),
+        shuffle=True,
         vocab_size=1000,
-    )  # fmt: skip
+    )
     alone, ahead = loader(mixed, 0, first=16), loader(mixed, 2, first=16)
     for expected, found in zip(tokens_of(alone, 5), tokens_of(ahead, 5), strict=True):
         assert torch.equal(expected, found)
@@ -360,8 +362,15 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
     assert ended.returncode == -signal.SIGKILL
     expected = prepare(dataset, BYTES, cache=tmp_path / "undisturbed", workers=1, progress=False)
     found = prepare(dataset, BYTES, cache=cache, workers=1, progress=False)
-    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="concat", seed=0, shuffle=False, vocab_size=257)[g]
-               .tokens.numpy().tobytes() for g in range(50)) for p in (expected, found)]  # fmt: skip
+    content = [
+        b"".join(
+            Samples([(p, 1.0)], seq_len=9, packing="concat", seed=0, shuffle=False, vocab_size=257)[g]
+            .tokens.numpy()
+            .tobytes()
+            for g in range(50)
+        )
+        for p in (expected, found)
+    ]
     assert content[0] == content[1]
     left = list(cache.glob(".partial*"))
     assert len(left) == (call < 31), "what was killed may be of another machine, and is left for a day"

@@ -104,10 +104,15 @@ def expected(model: nn.Module, length: int, stride: int, skip: bool = False) -> 
     tokens = sum(len(ids) - 1 for ids in encoded)
     words, size = sum(len(re.split(r"\s+", text)) for text in TEXTS), sum(len(text.encode()) for text in TEXTS)
     return {
-        "loss": nats / tokens, "perplexity": math.exp(nats / tokens), "word_perplexity": math.exp(nats / words),
-        "bits_per_byte": nats / size / math.log(2), "tokens": tokens, "words": words, "bytes": size,
+        "loss": nats / tokens,
+        "perplexity": math.exp(nats / tokens),
+        "word_perplexity": math.exp(nats / words),
+        "bits_per_byte": nats / size / math.log(2),
+        "tokens": tokens,
+        "words": words,
+        "bytes": size,
         "documents": len(TEXTS),
-    }  # fmt: skip
+    }
 
 
 WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {

@@ -65,8 +65,7 @@ def assert_equal(reference: Outcome, other: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision"),
-    [("tensorwise", "fp32"), ("rowwise", "bf16"), swept_case(("rowwise_with_gw_hp", "bf16"))],
+    ("recipe", "precision"), [("tensorwise", "fp32"), ("rowwise", "bf16"), swept_case(("rowwise_with_gw_hp", "bf16"))]
 )
 def test_the_curve_is_close_to_the_one_without_and_not_the_same(recipe: str, precision: str) -> None:
     words = ["--plugins.bf16.enabled", "true"] if precision == "bf16" else []
@@ -80,30 +79,29 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "rowwise, dp_shard 2": (2, float8("rowwise"), mesh(dp_shard=2)),
     "rowwise, tp 2": (2, float8("rowwise"), mesh(tp=2)),
     "rowwise, split backward": (
-        4, (*float8("rowwise"), "--model.n_layers", "8"),
+        4,
+        (*float8("rowwise"), "--model.n_layers", "8"),
         [*mesh(pp=4), "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
     ),
     "rowwise_with_gw_hp, pp 2": (2, float8("rowwise_with_gw_hp"), mesh(pp=2)),
     "rowwise_with_gw_hp, tp 2": (2, float8("rowwise_with_gw_hp"), mesh(tp=2)),
     "rowwise_with_gw_hp, dp_shard 2": (2, float8("rowwise_with_gw_hp"), mesh(dp_shard=2)),
-    "rowwise_with_gw_hp, a head whose logits are split, tp 2": (
-        2, (*HEAD, *float8("rowwise_with_gw_hp")), mesh(tp=2),
-    ),
+    "rowwise_with_gw_hp, a head whose logits are split, tp 2": (2, (*HEAD, *float8("rowwise_with_gw_hp")), mesh(tp=2)),
     "gathered, dp_shard 2": (2, GATHERED, mesh(dp_shard=2)),
     "gathered, dp_shard 2, accumulation": (2, GATHERED, [*mesh(dp_shard=2), *TWICE]),
     "gathered, dp_shard 2, accumulation, zero 3": (
-        2, GATHERED, [*mesh(dp_shard=2), *TWICE, "--plugins.fsdp.zero_stage", "3"],
+        2,
+        GATHERED,
+        [*mesh(dp_shard=2), *TWICE, "--plugins.fsdp.zero_stage", "3"],
     ),
     "gathered, hsdp": (4, GATHERED, mesh(dp_replicate=2, dp_shard=2)),
     "gathered, dp_shard 2, tp 2": (4, GATHERED, mesh(dp_shard=2, tp=2)),
     "gathered beside a head, dp_shard 2": (2, (*GATHERED, *HEAD), mesh(dp_shard=2)),
     "products of the machine's own": (1, float8("rowwise"), OWN),
     "gathered, products of the machine's own, dp_shard 2": (2, GATHERED, [*OWN, *mesh(dp_shard=2)]),
-}  # fmt: skip
-KEPT = (
-    "tensorwise, tp 2", "rowwise, dp_shard 2", "rowwise_with_gw_hp, pp 2",
-    "rowwise_with_gw_hp, a head whose logits are split, tp 2", "gathered, dp_shard 2",
-)  # fmt: skip
+}
+KEPT = ("tensorwise, tp 2", "rowwise, dp_shard 2", "rowwise_with_gw_hp, pp 2")
+KEPT += ("rowwise_with_gw_hp, a head whose logits are split, tp 2", "gathered, dp_shard 2")
 
 
 @pytest.mark.parametrize("case", sweep_but(LAYOUTS, *KEPT))

@@ -114,7 +114,7 @@ def killed_before_the_first_step(folder: str, words: list[str], config: str) -> 
     from titan.training import trainer
 
     def look(*_: object) -> None:
-        assert 'steps = 6' in (Path(folder) / "run" / "config.toml").read_text()  # fmt: skip
+        assert "steps = 6" in (Path(folder) / "run" / "config.toml").read_text()
         raise KeyError("looked")
 
     trainer.step = look

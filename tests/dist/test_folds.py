@@ -1,6 +1,7 @@
 """Meshes with an axis that divides the ranks of others anew: groups, sharding over the rest, norms, initial values."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.dist.test_gradients import PLAN
 from tests.sweeps import sweep_but, swept_case
 from titan.contracts import Axis, ModelPart
 from titan.contracts.base.layout import lay_out
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.base.spec import ModelSpec, normal
+from titan.contracts.base.spec import normal
 from titan.errors import PluginError
 from titan.testing.ranks import run_ranks
 from titan.training import init
@@ -29,11 +31,7 @@ AXES = [
     Axis(name="cp", data="sliced", weights="copies", topology_order=30, doc=""),
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc=""),
 ]
-SPEC = ModelSpec(
-    n_layers=1, dim=8, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, embeddings=(), head=(),
-    tensor={}, init={"stack.weight": normal(0.5, per_element=True), "other.*": normal(0.5)}, layer_params=0,
-    embedding_params=0, head_params=0, matmul_params_per_layer=0, head_matmul_params=0,
-)  # fmt: skip
+SPEC = replace(PLAN, dim=8, init={"stack.weight": normal(0.5, per_element=True), "other.*": normal(0.5)})
 LAYOUTS = [
     {"dp": 4, "tp": 2, "ep": 2},
     {"rep": 2, "dp": 2, "cp": 2, "ep": 2},

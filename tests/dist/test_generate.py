@@ -119,10 +119,8 @@ def command(*words: str, ranks: int = 1, typed: str = "") -> CompletedProcess[st
 
 def test_json_has_the_first_text_and_all_results(checkpoint: str, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the model\n\nits loss\n")
-    done = command(
-        "--checkpoint", checkpoint, "--prompt-file", str(tmp_path / "prompts"), "--samples", "2", "--json",
-        "--max-new-tokens", "25", "--temperature", "1", "--seed", "5",
-    )  # fmt: skip
+    asked = ("--prompt-file", str(tmp_path / "prompts"), "--samples", "2", "--json", "--max-new-tokens", "25")
+    done = command("--checkpoint", checkpoint, *asked, "--temperature", "1", "--seed", "5")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert {"text", "tokens", "prompt", "prompt_tokens", "stopped", "results"} == said.keys()

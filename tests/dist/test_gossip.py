@@ -179,13 +179,15 @@ def test_a_mean_over_all_has_the_same_bits_on_each() -> None:
         (3, [*mesh(worker=3), *words_of("ring")], SIX),
         (4, [*mesh(worker=2, dp_shard=2), *words_of("exponential", tracking="true")], ()),
         pytest.param(
-            4, [*mesh(worker=2, pp=2), *words_of("ring", tracking="true"), *V_SHAPED], (*TIED, *FOUR_LAYERS),
+            4,
+            [*mesh(worker=2, pp=2), *words_of("ring", tracking="true"), *V_SHAPED],
+            (*TIED, *FOUR_LAYERS),
             marks=pytest.mark.skipif(not SELF_SEND, reason="gloo of this PyTorch cannot send to itself"),
         ),
         swept_case((6, [*mesh(worker=3, tp=2), *words_of("exponential")], SIX)),
         swept_case((4, [*mesh(worker=2, dp_replicate=2), *words_of("one_peer", tracking="true")], ())),
     ],
-)  # fmt: skip
+)
 def test_an_exact_mean_after_every_step_is_data_parallelism(
     ranks: int, words: list[str], same: tuple[str, ...], one_rank, tmp_path: Path
 ) -> None:

@@ -41,10 +41,12 @@ PACKED = ("--data.packing", "document_mask", "--model.dim", "64")
 WINDOW = ("--model.sliding_window", "5")
 GPU = pytest.mark.gpu
 IN_FP32 = [
-    ("cpu", "documents", WINDOW), pytest.param("cuda", "efficient", WINDOW, marks=GPU),
-    pytest.param("cuda", "math", WINDOW, marks=GPU), pytest.param("cuda", "flex", WINDOW, marks=GPU),
+    ("cpu", "documents", WINDOW),
+    pytest.param("cuda", "efficient", WINDOW, marks=GPU),
+    pytest.param("cuda", "math", WINDOW, marks=GPU),
+    pytest.param("cuda", "flex", WINDOW, marks=GPU),
     pytest.param("cuda", "auto", (), marks=GPU),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("device", "backend", "words"), IN_FP32)
@@ -65,7 +67,7 @@ IN_BF16 = [
     pytest.param("cuda", "flash", PACKED[2:], marks=GPU),
     pytest.param("cuda", "cudnn", PACKED[2:], marks=GPU),
     pytest.param("cuda", "flex", (*PACKED, "--plugins.compile.enabled", "true"), marks=GPU),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("device", "backend", "words"), IN_BF16)

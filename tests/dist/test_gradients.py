@@ -33,10 +33,23 @@ from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights
 
 PLAN = ModelSpec(
-    n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, embeddings=(), head=(),
-    tensor={}, init={"*.weight": normal(0.5), "*.bias": ONES}, layer_params=0, embedding_params=0, head_params=0,
-    matmul_params_per_layer=0, head_matmul_params=0,
-)  # fmt: skip
+    n_layers=1,
+    dim=5,
+    n_heads=1,
+    n_kv_heads=1,
+    head_dim=5,
+    vocab_size=7,
+    max_seq_len=4,
+    embeddings=(),
+    head=(),
+    tensor={},
+    init={"*.weight": normal(0.5), "*.bias": ONES},
+    layer_params=0,
+    embedding_params=0,
+    head_params=0,
+    matmul_params_per_layer=0,
+    head_matmul_params=0,
+)
 
 
 def _module() -> nn.Module:

@@ -101,9 +101,8 @@ def _said(order: Order, arrivals: Iterable[tuple[int, int]], bound: int) -> list
 
 def test_the_order_of_a_synchronous_step_is_that_of_the_workers() -> None:
     order = Order(3, 0)
-    assert _said(order, [(2, 5), (0, 5), (1, 5)], 0) == [
-        [], [], ["add 0", "add 1", "add 2", "update 1", "answer 0", "answer 1", "answer 2"],
-    ]  # fmt: skip
+    all_of_it = ["add 0", "add 1", "add 2", "update 1", "answer 0", "answer 1", "answer 2"]
+    assert _said(order, [(2, 5), (0, 5), (1, 5)], 0) == [[], [], all_of_it]
 
 
 def test_a_pull_waits_at_the_bound_and_not_before() -> None:
@@ -286,8 +285,7 @@ def test_a_push_counts_when_all_ranks_of_the_server_have_it() -> None:
     for worker in (2, 3):
         server.flats[worker].fill_(0.5)
     half, whole = Arrival(3, 7, 1, 5), Arrival(2, 7, 1, 5)
-    assert server.hears((True, half), (True, whole), (False, Arrival(3, -1)), (False, Arrival(2, 7))) == [
-        "lose 3", "add 2", "update 2", "answer 2", "lose 2",
-    ]  # fmt: skip
+    done = server.hears((True, half), (True, whole), (False, Arrival(3, -1)), (False, Arrival(2, 7)))
+    assert done == ["lose 3", "add 2", "update 2", "answer 2", "lose 2"]
     torch.testing.assert_close(flat, torch.ones(2) - 3 / 3 * 0.5)
     assert server.gone == {2, 3} and rates == [7]

@@ -38,13 +38,15 @@ LAYOUTS = {
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
     "accumulation, hsdp 2x2, zero 1": (4, [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1"]),
     "accumulation, hsdp 2x2, zero 3": (
-        4, [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"],
+        4,
+        [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"],
     ),
     "pp 2, dp_shard 2, zero 3": (4, [*mesh(pp=2, dp_shard=2), "--plugins.fsdp.zero_stage", "3"]),
     "recompute full": (1, [RECOMPUTE, "full"]),
     "recompute every 2, tp 2": (2, [*mesh(tp=2), RECOMPUTE, "every_n"]),
     "compiled, recompute selective, dp_shard 2, tp 2": (
-        4, [*mesh(dp_shard=2, tp=2), *COMPILED, RECOMPUTE, "selective"],
+        4,
+        [*mesh(dp_shard=2, tp=2), *COMPILED, RECOMPUTE, "selective"],
     ),
     "compiled, tp 2, whole sequences": (2, [*mesh(tp=2), *COMPILED, *WHOLE_SEQUENCES]),
     "recompute attention, tp 2": (2, [*mesh(tp=2), *SCORES_RECOMPUTED]),
@@ -52,19 +54,15 @@ LAYOUTS = {
     "sliding window, tp 2": (2, [*WINDOW, *mesh(tp=2)]),
     "padded, dp_shard 2, pp 2": (4, [*LONG, "--data.packing", "pad", *mesh(dp_shard=2, pp=2)]),
     "packed, dp_shard 2, pp 2": (4, [*LONG, *PACKED, *mesh(dp_shard=2, pp=2)]),
-}  # fmt: skip
-CURVE = (
-    "--train.global_batch_size", "--model.n_layers", "--model.tied", "--model.attention_cap", "--model.sliding_window",
-    "--model.max_seq_len", "--data.seq_len", "--data.packing",
-)  # fmt: skip
+}
+CURVE = ("--train.global_batch_size", "--model.n_layers", "--model.tied", "--model.attention_cap")
+CURVE += ("--model.sliding_window", "--model.max_seq_len", "--data.seq_len", "--data.packing")
 """What a run is a function of, unlike its layout and its micro batches."""
 
 
-SWEPT = (
-    "ddp 2, pp 2", "pp 4", "dp_shard 2, tp 2, pp 2", "compiled, recompute selective, dp_shard 2, tp 2", "dp_shard 3",
-    "accumulation, hsdp 2x2, zero 1", "pp 2, dp_shard 2, zero 3", "recompute full, dp_shard 2, pp 2",
-    "packed, dp_shard 2, pp 2",
-)  # fmt: skip
+SWEPT = ("ddp 2, pp 2", "pp 4", "dp_shard 2, tp 2, pp 2")
+SWEPT += ("compiled, recompute selective, dp_shard 2, tp 2", "dp_shard 3", "accumulation, hsdp 2x2, zero 1")
+SWEPT += ("pp 2, dp_shard 2, zero 3", "recompute full, dp_shard 2, pp 2", "packed, dp_shard 2, pp 2")
 """Each combines what other layouts have singly."""
 
 
@@ -96,7 +94,9 @@ MODELS = {
     "olmo2 with norms over all heads, tp 2, pp 2": (4, [*mesh(tp=2, pp=2), *PACKED], OLMO2),
     "olmo2 with norms over all heads, tp 2, compiled": (2, [*mesh(tp=2), *COMPILED, *WHOLE_SEQUENCES], OLMO2),
     "olmo2 with norms over all heads, tp 2, pp 2, zero bubble": (
-        4, [*mesh(tp=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "InterleavedZeroBubble"], OLMO2,
+        4,
+        [*mesh(tp=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
+        OLMO2,
     ),
     "bloom with slopes of heads, tp 2": (2, mesh(tp=2), BLOOM),
     "bloom with slopes of heads, tp 2, compiled": (2, [*mesh(tp=2), *COMPILED, RECOMPUTE, "selective"], BLOOM),
@@ -109,13 +109,11 @@ MODELS = {
     "gemma with soft caps, tp 2, compiled": (2, [*mesh(tp=2), *COMPILED, RECOMPUTE, "attention"], GEMMA),
     "gemma without a soft cap, cp 2": (2, [*mesh(cp=2), "--model.attention_cap", "0"], GEMMA),
     "gemma with a head of its own, pp 2": (2, [*mesh(pp=2), "--model.tied", "false"], GEMMA),
-}  # fmt: skip
-KEPT = (
-    "gpt with its tied head, tp 2", "gpt with its tied head, pp 2", "qwen3 with norms of heads, tp 2, pp 2",
-    "neox with parallel branches, tp 2", "olmo2 with norms over all heads, tp 2, pp 2",
-    "bloom with slopes of heads, tp 2", "bloom with slopes of heads, tp 2, cp 2",
-    "gemma with soft caps, tp 2", "gemma with soft caps, cp 2",
-)  # fmt: skip
+}
+KEPT = ("gpt with its tied head, tp 2", "gpt with its tied head, pp 2")
+KEPT += ("qwen3 with norms of heads, tp 2, pp 2", "neox with parallel branches, tp 2")
+KEPT += ("olmo2 with norms over all heads, tp 2, pp 2", "bloom with slopes of heads, tp 2")
+KEPT += ("bloom with slopes of heads, tp 2, cp 2", "gemma with soft caps, tp 2", "gemma with soft caps, cp 2")
 
 
 @pytest.mark.parametrize("case", sweep_but(MODELS, *KEPT))

@@ -39,12 +39,9 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 
 SIZES: dict[str, Any] = {"dim": 16, "n_heads": 4, "vocab_size": 61, "max_seq_len": 8, "ffn_dim": 24}
 MODELS: dict[str, type[Model]] = {"llama": Llama, "gpt": Gpt}
-TECHNIQUES: dict[str, type[Technique]] = {
-    "pp": PipelineParallel,
-    "dp_replicate": DistributedDataParallel,
-    "dp_shard": FullyShardedDataParallel,
-    "tp": TensorParallel,
-}
+TECHNIQUES: dict[str, type[Technique]] = dict(
+    pp=PipelineParallel, dp_replicate=DistributedDataParallel, dp_shard=FullyShardedDataParallel, tp=TensorParallel
+)
 MICRO, LENGTH = 2, 8
 
 
@@ -113,9 +110,13 @@ def _context(case: Case, techniques: Sequence[Technique], degrees: dict[str, int
     for technique in techniques:
         precision = technique.precision(precision)
     job: Any = SimpleNamespace(
-        model=model, layout=layout, micro_batches=case.micro_batches,
-        run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH), stating=lambda fact: (),
-    )  # fmt: skip
+        model=model,
+        layout=layout,
+        micro_batches=case.micro_batches,
+        run=SimpleNamespace(seed=5),
+        data=SimpleNamespace(seq_len=LENGTH),
+        stating=lambda fact: (),
+    )
     return BuildContext(job, mesh, replace(model.spec(), init=init), precision, list(techniques))
 
 

@@ -138,8 +138,11 @@ def test_all_but_counts_is_bf16_and_initial_values_are_those_of_fp32_rounded(tmp
         if name.startswith("optimizer.") and not name.endswith(".step"):
             assert tensor.dtype == torch.bfloat16, name
     assert {name.rpartition(".")[2] for name in narrow if name.startswith("optimizer.")} == {
-        "step", "exp_avg", "exp_avg_sq", "compensation",
-    }  # fmt: skip
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "compensation",
+    }
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ STRANGERS = {
     "no job": _framed(b'{"node": 1, "nodes": 2, "ranks": 4}'),
     "words for numbers": _hello(node="1"),
     "a node too many": _hello(node=2),
-}  # fmt: skip
+}
 
 
 def test_strangers_end_nothing_and_keep_nobody(capfd: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,15 @@ def _counted(words: list[str], workers: int) -> tuple[Counter[str], Counter[str]
     assert validation is not None and len(validation) == 4
     at_start = opened.files.copy()
     loader = Loader(
-        samples, global_batch=BATCH, micro_batch=BATCH // RANKS, first=0, index=rank.number, ranks=RANKS,
-        workers=workers, device=rank.device,
-    )  # fmt: skip
+        samples,
+        global_batch=BATCH,
+        micro_batch=BATCH // RANKS,
+        first=0,
+        index=rank.number,
+        ranks=RANKS,
+        workers=workers,
+        device=rank.device,
+    )
     for step in range(STEPS):
         first = (step * BATCH + rank.number * BATCH // RANKS) * LENGTH
         tokens = next(loader)[0].tokens.flatten().tolist()

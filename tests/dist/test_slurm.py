@@ -104,8 +104,7 @@ def script(folder: Path, python: str, shell: str = "titan") -> str:
 
 
 @pytest.mark.parametrize(
-    ("sent", "restarts"),
-    [swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))],
+    ("sent", "restarts"), [swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))]
 )
 def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Path, slurm: Slurm) -> None:
     """To a process that is the only rank."""
@@ -176,7 +175,7 @@ MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the number of ranks that
         swept_case((["--nodes=1"], "NPROC=1 titan", ["node 0 of 1"])),
         (["--nodes=1", "--ntasks=1"], "titan", ["node 0 of 1"]),
     ],
-)  # fmt: skip
+)
 def test_only_srun_starts_ranks(options: list[str], shell: str, said: list[str], tmp_path: Path, slurm: Slurm) -> None:
     job = slurm.submit(*options, script(tmp_path, ASKS, shell))
     assert job.await_end() == "COMPLETED"

@@ -24,8 +24,10 @@ def references(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> C
 
 KEPT = [
     *((case, "one rank") for case in CASES),
-    ("llama", "dp_shard 2, tp 2"), ("gpt2", "dp_shard 2, pp 2"), ("mixtral", "dp_shard 4, ep 4"),
-]  # fmt: skip
+    ("llama", "dp_shard 2, tp 2"),
+    ("gpt2", "dp_shard 2, pp 2"),
+    ("mixtral", "dp_shard 4, ep 4"),
+]
 VARIANTS = ("-tied", "-untied", "-uncapped", "-in-turn", "-normalized")
 SWEPT = [
     (case, ("dp_shard 2, tp 2", "dp_shard 2, pp 2")[at % 2])

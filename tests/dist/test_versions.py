@@ -27,7 +27,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Path]] = {
     "ZBVZeroBubble": (2, (*PIPED, "ZBVZeroBubble"), FOUR_LAYERS, LLAMA),
     "DualPipeV": (2, (*PIPED, "DualPipeV"), FOUR_LAYERS, LLAMA),
     "experts, InterleavedZeroBubble": (2, (*PIPED, "InterleavedZeroBubble"), FOUR_LAYERS, MOE),
-}  # fmt: skip
+}
 """Row of the table -> ranks, words, words of the job on one rank that it must equal, and config of both."""
 
 

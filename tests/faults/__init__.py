@@ -9,29 +9,12 @@ narrowest tests that notice it. The same tests also run without a fault, as a te
 The unit test `tests/unit/test_faults.py` checks that every fault can still be planted, without running any.
 """
 
-from tests.faults.lists import (
-    checkpoint,
-    context,
-    cpu_attention,
-    data,
-    experts,
-    inputs,
-    meeting,
-    model,
-    offload,
-    parallel,
-    planner,
-    profile,
-    run,
-    tokenizers,
-    training,
-    updates,
-    workers,
-)
+from importlib import import_module
+from pathlib import Path
+
 from titan.testing.faults import Fault
 
-FAULTS: tuple[Fault, ...] = (
-    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *workers.FAULTS,
-    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *meeting.FAULTS, *inputs.FAULTS, *tokenizers.FAULTS,
-    *planner.FAULTS, *offload.FAULTS, *cpu_attention.FAULTS, *updates.FAULTS, *profile.FAULTS,
-)  # fmt: skip
+_NAMES = sorted(path.stem for path in (Path(__file__).parent / "lists").glob("[a-z]*.py"))
+FAULTS: tuple[Fault, ...] = tuple(
+    fault for name in _NAMES for fault in import_module(f"{__name__}.lists.{name}").FAULTS
+)

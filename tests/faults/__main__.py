@@ -84,12 +84,9 @@ def _report(verdicts: Sequence[Verdict], unsound: str, seconds: float, *, as_jso
     caught = sum(verdict.caught for verdict in verdicts)
     if as_json:
         rows = [
-            {
-                "name": v.fault.name, "file": v.fault.file, "caught": v.caught, "by": v.by, "why": v.why,
-                "seconds": round(v.seconds, 1),
-            }
+            dict(name=v.fault.name, file=v.fault.file, caught=v.caught, by=v.by, why=v.why, seconds=round(v.seconds, 1))
             for v in verdicts
-        ]  # fmt: skip
+        ]
         print(
             json.dumps({"faults": rows, "caught": caught, "unsound": unsound, "seconds": round(seconds, 1)}, indent=1)
         )

@@ -64,8 +64,12 @@ def _summary(seed: int, judged: Mapping[int, tuple[Drawn, Verdict]], seconds: fl
     features = Counter(feature for drawn, _ in agreed for feature in drawn.features)
     refused = Counter(_gist(verdict.reason) for _, verdict in judged.values() if verdict.kind == "refused")
     return {
-        "seed": seed, "jobs": len(judged), "agreed": kinds["agreed"], "refused": kinds["refused"],
-        "failed": kinds["failed"], "seconds": round(seconds),
+        "seed": seed,
+        "jobs": len(judged),
+        "agreed": kinds["agreed"],
+        "refused": kinds["refused"],
+        "failed": kinds["failed"],
+        "seconds": round(seconds),
         "largest_deviation": {
             kind: {quantity: max(one[quantity] for one in all_of) for quantity in all_of[0]}
             for kind, all_of in sorted(worst.items())
@@ -73,7 +77,7 @@ def _summary(seed: int, judged: Mapping[int, tuple[Drawn, Verdict]], seconds: fl
         "agreed_with": dict(sorted(features.items())),
         "refused_for": dict(refused.most_common()),
         "rows": [_row(*pair) for pair in judged.values()],
-    }  # fmt: skip
+    }
 
 
 def _gist(reason: str) -> str:

@@ -218,11 +218,10 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
     uneven = [size for size in sizes if size[0] * size[2] % shards]
     heads, kv, width = rng.choice(uneven if uneven and rng.random() < 0.5 else sizes)
     ffn = rng.choice([width for width in range(3, 61) if (tp - 1) * -(-width // tp) < width])
-    keys: Keys = {
-        "name": family, "n_layers": layers, "dim": heads * width, "n_heads": heads, "n_kv_heads": kv, "ffn_dim": ffn,
-        "vocab_size": rng.choice((251, 251, 64, 97)), "max_seq_len": length + rng.choice((0, 0, 3)),
-        "tied": rng.random() < 0.4, "init_std": rng.choice((0.02, 0.1, 0.2)),
-    }  # fmt: skip
+    keys: Keys = {"name": family, "n_layers": layers, "dim": heads * width, "n_heads": heads}
+    keys |= {"n_kv_heads": kv, "ffn_dim": ffn, "vocab_size": rng.choice((251, 251, 64, 97))}
+    keys |= {"max_seq_len": length + rng.choice((0, 0, 3)), "tied": rng.random() < 0.4}
+    keys |= {"init_std": rng.choice((0.02, 0.1, 0.2))}
     if "head_dim" in has and rng.random() < 0.5:
         keys["head_dim"] = rng.choice((6, 8, 10))
     if "rotary_pct" in has:
@@ -250,12 +249,17 @@ def _experts(rng: random.Random, degrees: Mapping[str, int], layers: int) -> Key
     experts = rng.choice((2, 4, 4, 6, 8, 12))
     balances = ("bias", "bias", "none") if degrees["cp"] > 1 else ("bias", "sequence", "none")
     keys: Keys = {
-        "n_experts": experts, "top_k": rng.randint(1, min(experts, 3)), "n_shared_experts": rng.choice((0, 0, 1, 2)),
+        "n_experts": experts,
+        "top_k": rng.randint(1, min(experts, 3)),
+        "n_shared_experts": rng.choice((0, 0, 1, 2)),
         "expert_dim": rng.choice([w for w in range(3, 30) if (degrees["tp"] - 1) * -(-w // degrees["tp"]) < w]),
-        "n_dense_layers": rng.choice((0, 0, 1)) if layers > 1 else 0, "router": rng.choice(("softmax", "sigmoid")),
-        "normalized": rng.random() < 0.6, "balance": rng.choice(balances), "balance_rate": rng.choice((1e-3, 0.01)),
+        "n_dense_layers": rng.choice((0, 0, 1)) if layers > 1 else 0,
+        "router": rng.choice(("softmax", "sigmoid")),
+        "normalized": rng.random() < 0.6,
+        "balance": rng.choice(balances),
+        "balance_rate": rng.choice((1e-3, 0.01)),
         "qk_norm": rng.random() < 0.3,
-    }  # fmt: skip
+    }
     return {f"model.{key}": value for key, value in keys.items()}
 
 
@@ -398,13 +402,10 @@ FAULTS: Mapping[str, Fault] = {
 
 # --- what a job has -----------------------------------------------------------------------------------------------
 
-COUNTED = (
-    "model.name", "model.vocab_size", "model.balance", "model.router", "data.packing", "data.path", "data.workers",
-    "train.grad_clip", "validation.every", "plugins.tensor.sequence_parallel", "plugins.tensor.loss_parallel",
-    "plugins.context.enabled", "plugins.pipeline.schedule", "plugins.pipeline.virtual_stages",
-    "plugins.fsdp.zero_stage",
-    "plugins.activation_checkpoint.mode", "plugins.compile.backend",
-)  # fmt: skip
+COUNTED = ("model.name", "model.vocab_size", "model.balance", "model.router", "data.packing", "data.path")
+COUNTED += ("data.workers", "train.grad_clip", "validation.every", "plugins.context.enabled", "plugins.fsdp.zero_stage")
+COUNTED += ("plugins.tensor.sequence_parallel", "plugins.tensor.loss_parallel", "plugins.compile.backend")
+COUNTED += ("plugins.pipeline.schedule", "plugins.pipeline.virtual_stages", "plugins.activation_checkpoint.mode")
 """Keys whose values are counted where a job has them."""
 
 
@@ -439,9 +440,11 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
         method = of("plugins.context.method", METHODS[0])
         beside = {
             **{axis: axis in split for axis in AXES if axis != "cp"},
-            "documents": of("data.packing") == "document_mask", "window": of("model.sliding_window"),
-            "recompute": of("plugins.activation_checkpoint.mode"), "compile": of("plugins.compile.backend"),
-        }  # fmt: skip
+            "documents": of("data.packing") == "document_mask",
+            "window": of("model.sliding_window"),
+            "recompute": of("plugins.activation_checkpoint.mode"),
+            "compile": of("plugins.compile.backend"),
+        }
         found |= {f"cp {degrees['cp']}", *(f"{method} x {what}" for what, there in beside.items() if there)}
     found |= {f"{key.rpartition('.')[2]} {_text(keys[key])}" for key in COUNTED if key in keys}
     return frozenset(found | savings.features(keys))

@@ -24,10 +24,7 @@ class Config(DecoderConfig):
 
     @property
     def heads(self) -> Heads:
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            bias=True, rotary=True, norm_eps=self.norm_eps, window=self.window,
-        )  # fmt: skip
+        return self.heads_with(self.head_dim, bias=True, rotary=True, norm_eps=self.norm_eps, window=self.window)
 
 
 class Layer(nn.Module):

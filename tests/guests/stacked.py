@@ -31,8 +31,7 @@ class Config(DecoderConfig):
 
     @property
     def heads(self) -> Heads:
-        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "head_dim": self.dim // self.n_heads}
-        return Heads(dim=self.dim, rotary=True, **sizes)
+        return self.heads_with(rotary=True)
 
 
 class Stack(nn.Module):

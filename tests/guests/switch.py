@@ -29,8 +29,7 @@ class Config(DecoderConfig):
 
     @property
     def heads(self) -> Heads:
-        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "head_dim": self.dim // self.n_heads}
-        return Heads(dim=self.dim, rotary=True, **sizes)
+        return self.heads_with(rotary=True)
 
 
 class Switch(nn.Module):
@@ -85,14 +84,18 @@ class SwitchModel(Model):
         operations = (
             shared(d, 2),
             linear("ffn.router", d, c.experts, saved=d),
-            stack(module="ffn.experts.w1", inputs=d, outputs=f), stack(module="ffn.experts.w3", inputs=d, outputs=f),
+            stack(module="ffn.experts.w1", inputs=d, outputs=f),
+            stack(module="ffn.experts.w3", inputs=d, outputs=f),
             Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved),
             stack(module="ffn.experts.w2", inputs=f, outputs=d),
-        )  # fmt: skip
+        )
         styles = {
-            "ffn": "mixture", "ffn.router": "router", "ffn.experts.w1": "column", "ffn.experts.w3": "column",
+            "ffn": "mixture",
+            "ffn.router": "router",
+            "ffn.experts.w1": "column",
+            "ffn.experts.w3": "column",
             "ffn.experts.w2": "summand",
-        }  # fmt: skip
+        }
         layer = pre_norm(d, c.heads.part(), LayerPart(operations, styles), vectors=1)
         spec = decoder_spec(c, layer, ffn_dim=f, vectors=1)
         return replace(spec, buffers={f"layers.*.ffn.{name}": ZEROS for name in ("seen", "counts", "experts.computed")})

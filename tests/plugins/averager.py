@@ -60,11 +60,22 @@ class Averager(Model):
         c = self.config
         layer = 4 * c.dim * c.dim
         return ModelSpec(
-            n_layers=c.n_layers, dim=c.dim, n_heads=1, n_kv_heads=1, head_dim=c.dim, vocab_size=c.vocab_size,
-            max_seq_len=c.max_seq_len, embeddings=("embed",), head=("output",), tensor={},
+            n_layers=c.n_layers,
+            dim=c.dim,
+            n_heads=1,
+            n_kv_heads=1,
+            head_dim=c.dim,
+            vocab_size=c.vocab_size,
+            max_seq_len=c.max_seq_len,
+            embeddings=("embed",),
+            head=("output",),
+            tensor={},
             init={"*.weight": normal(0.1), "layers.*.norm.weight": ONES, "layers.*.*.weight": normal(0.1)},
-            layer_params=layer + c.dim, embedding_params=c.vocab_size * c.dim, head_params=c.vocab_size * c.dim,
-            matmul_params_per_layer=layer, head_matmul_params=c.vocab_size * c.dim,
+            layer_params=layer + c.dim,
+            embedding_params=c.vocab_size * c.dim,
+            head_params=c.vocab_size * c.dim,
+            matmul_params_per_layer=layer,
+            head_matmul_params=c.vocab_size * c.dim,
             embedding_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=(
                 norm("norm", c.dim),
@@ -72,7 +83,7 @@ class Averager(Model):
                 linear("down", 2 * c.dim, c.dim, saved=4 * c.dim, region="tp_sharded"),
             ),
             head_ops=(linear("output", c.dim, c.vocab_size, saved=c.dim),),
-        )  # fmt: skip
+        )
 
     def build(self) -> nn.Module:
         return _Averager(self.config)

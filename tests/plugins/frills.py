@@ -135,25 +135,39 @@ class Frills(Model):
         if c.fault == "no value":
             del buffers["layers.*.attn.rope"]
         return ModelSpec(
-            n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.n_heads, head_dim=HEAD_DIM,
-            ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            embeddings=("embed", "positions"), head=("norm", "output"), tensor=tensor, buffers=buffers,
+            n_layers=c.n_layers,
+            dim=c.dim,
+            n_heads=c.n_heads,
+            n_kv_heads=c.n_heads,
+            head_dim=HEAD_DIM,
+            ffn_dim=c.ffn_dim,
+            vocab_size=c.vocab_size,
+            max_seq_len=c.max_seq_len,
+            embeddings=("embed", "positions"),
+            head=("norm", "output"),
+            tensor=tensor,
+            buffers=buffers,
             init={
-                "norm.weight": ONES, "layers.*.*_norm.weight": ONES, "layers.*.attn.*_norm.weight": ONES,
-                "*.bias": ZEROS, "layers.*.*.bias": ZEROS, "layers.*.*.*.bias": ZEROS,
-                "*.weight": normal(0.1), "layers.*.*.*.weight": normal(0.1),
+                "norm.weight": ONES,
+                "layers.*.*_norm.weight": ONES,
+                "layers.*.attn.*_norm.weight": ONES,
+                "*.bias": ZEROS,
+                "layers.*.*.bias": ZEROS,
+                "layers.*.*.*.bias": ZEROS,
+                "*.weight": normal(0.1),
+                "layers.*.*.*.weight": normal(0.1),
             },
             layer_params=matmuls + small,
-            embedding_params=(c.vocab_size + c.max_seq_len) * c.dim, head_params=(c.vocab_size + 2) * c.dim,
-            matmul_params_per_layer=matmuls, head_matmul_params=c.vocab_size * c.dim,
-        )  # fmt: skip
+            embedding_params=(c.vocab_size + c.max_seq_len) * c.dim,
+            head_params=(c.vocab_size + 2) * c.dim,
+            matmul_params_per_layer=matmuls,
+            head_matmul_params=c.vocab_size * c.dim,
+        )
 
     def build(self) -> nn.Module:
         return _Frills(self.config)
 
 
-_STYLES = {
-    "attn_norm": "norm", "attn": "gather", "attn.wq": "column", "attn.wk": "column", "attn.wv": "column",
-    "attn.q_norm": "qk_norm", "attn.k_norm": "qk_norm", "attn.wo": "row",
-    "ffn_norm": "norm", "ffn": "gather", "ffn.up": "column", "ffn.down": "row",
-}  # fmt: skip
+_STYLES = {"attn_norm": "norm", "attn": "gather", "attn.wq": "column", "attn.wk": "column", "attn.wv": "column"}
+_STYLES |= {"attn.q_norm": "qk_norm", "attn.k_norm": "qk_norm", "attn.wo": "row"}
+_STYLES |= {"ffn_norm": "norm", "ffn": "gather", "ffn.up": "column", "ffn.down": "row"}

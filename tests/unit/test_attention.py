@@ -84,9 +84,10 @@ def _by_definition(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, documen
     rows, heads, length, n = q.shape
     for row, head, at in product(range(rows), range(heads), range(length)):
         seen = [
-            key for key in range(at + 1)
+            key
+            for key in range(at + 1)
             if at - key < (core.window or length) and (documents is None or documents[row, at] == documents[row, key])
-        ]  # fmt: skip
+        ]
         scores = []
         for key in seen:
             pair = q[row, head, at].double() @ k[row, head * k.shape[1] // heads, key].double()

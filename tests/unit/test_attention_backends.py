@@ -23,18 +23,17 @@ from titan.errors import ConfigError, PluginError
 from titan.layers.attention import AttentionCore
 from titan.machine import standing_in_for
 from titan.planner.machine.kernels import Device, masked
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 from titan.plugins.attention import backend as attention
 from titan.plugins.attention.backend import by_document, choice, flex
 from titan.training.engine import evaluating
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 PACKABLE: list[dict[str, Any]] = [{}, {"scale": 0.7}, {"window": 3}, {"window": 6, "scale": 0.3}, {"window": 40}]
-FLEXIBLE: list[dict[str, Any]] = [
-    {}, {"scale": 0.7, "window": 3}, {"slopes": SLOPES}, {"soft_cap": 0.5},
-    {"soft_cap": 1.5, "slopes": SLOPES, "window": 4},
-]  # fmt: skip
+FLEXIBLE: list[dict[str, Any]] = [{}, {"scale": 0.7, "window": 3}, {"slopes": SLOPES}]
+FLEXIBLE += [{"soft_cap": 0.5}, {"soft_cap": 1.5, "slopes": SLOPES, "window": 4}]
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 7, [0] * 13, [3] * 12 + [4]])
 
 

@@ -11,10 +11,8 @@ from bench import data, memory, peers, saves
 from bench.arguments import count
 from bench.gpu import jobs
 
-TINY = {
-    "model.n_layers": 1, "model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 2, "model.ffn_dim": 32,
-    "data.seq_len": 16,
-}  # fmt: skip
+TINY = {"model.n_layers": 1, "model.dim": 32, "model.n_heads": 2}
+TINY |= {"model.n_kv_heads": 2, "model.ffn_dim": 32, "data.seq_len": 16}
 WORDS = [word for key, value in TINY.items() for word in (f"--{key}", str(value))]
 
 
@@ -94,8 +92,11 @@ def test_the_loader_is_measured_resumed_and_beside_training(tmp_path: Path) -> N
 def test_figures_of_memory_are_of_the_largest_rank() -> None:
     def row(planned: float) -> dict[str, Any]:
         kinds = {kind: [50.0, planned] for kind in memory.KINDS}
-        return {"planned_mib": kinds, "dry_run_mib": {kind: [100.0, 90.0] for kind in memory.KINDS},
-                "measured_mib": [[80.0], [120.0, 130.0, 900.0]]}  # fmt: skip
+        return {
+            "planned_mib": kinds,
+            "dry_run_mib": {kind: [100.0, 90.0] for kind in memory.KINDS},
+            "measured_mib": [[80.0], [120.0, 130.0, 900.0]],
+        }
 
     figures = memory.figures({"rows": {"one": row(102.9), "two": row(96.9)}})
     assert list(_met(figures).values()) == [True, True, None, False, False, None]

@@ -58,10 +58,8 @@ def test_tensors_of_every_type_and_stride_come_back(tmp_path: Path) -> None:
     rest = {}
     for name, dtype in DTYPES.items():
         numbers = torch.arange(24).reshape(4, 6).to(torch.float32).to(dtype)
-        kinds = {
-            "plain": numbers, "transposed": numbers.t(), "strided": numbers[::2, 1::2], "one": numbers[1, 1],
-            "empty": numbers[:0], "thin": numbers[None, :, :1], "expanded": numbers[:1, :1].expand(3, 2),
-        }  # fmt: skip
+        kinds = {"plain": numbers, "transposed": numbers.t(), "strided": numbers[::2, 1::2], "one": numbers[1, 1]}
+        kinds |= {"empty": numbers[:0], "thin": numbers[None, :, :1], "expanded": numbers[:1, :1].expand(3, 2)}
         rest |= {f"{name} {kind}": value for kind, value in kinds.items()}
     rest |= {f"{key} alone": value.clone(memory_format=torch.preserve_format) for key, value in rest.items()}
     parts, optimizer = made()
@@ -75,9 +73,10 @@ def test_tensors_of_every_type_and_stride_come_back(tmp_path: Path) -> None:
 
 def test_rest_comes_back(tmp_path: Path) -> None:
     rest = {
-        "step": 3, "data": {"samples": 96, "order": [1, 2, {"x": None}], "name": "é", "small": 1e-300},
+        "step": 3,
+        "data": {"samples": 96, "order": [1, 2, {"x": None}], "name": "é", "small": 1e-300},
         "techniques": {"ema": {"shadow": {"out.weight": torch.randn(5, 6)}, "list": [torch.tensor(3)], "empty": {}}},
-    }  # fmt: skip
+    }
     parts, optimizer = made()
     checkpointer_of(tmp_path).save(3, parts, optimizer, rest)
     loaded = checkpointer_of(tmp_path).load(tmp_path / "step-00000003", parts, optimizer)
@@ -211,6 +210,7 @@ def test_a_tensor_of_its_own_has_a_box_among_those_of_other_ranks() -> None:
     assert box_of(Stacked(torch.zeros(0, 5), 2, 4)) == ((0, 0, 0), (4, 0, 5))
     [block] = table_of({"model.own": Stacked(torch.zeros(5), 1, 3), "model.plain": torch.zeros(3, 5)})
     assert json.loads(block.header) == [
-        ["model.own", "torch.float32", [3, 5], True], ["model.plain", "torch.float32", [3, 5]],
-    ]  # fmt: skip
+        ["model.own", "torch.float32", [3, 5], True],
+        ["model.plain", "torch.float32", [3, 5]],
+    ]
     assert np.frombuffer(block.boxes, np.int64).tolist() == [1, 0, 1, 5, 0, 0, 3, 5]

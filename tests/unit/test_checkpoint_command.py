@@ -52,12 +52,21 @@ def test_list(run: Path, say: Say) -> None:
     shown = json.loads(out)["checkpoints"]
     assert code == 0 and err == ""
     assert [(one["step"], one["state"]) for one in shown] == [
-        (10, "complete"), (30, "complete"), (20, "damaged"), (40, "unfinished"),
-    ]  # fmt: skip
+        (10, "complete"),
+        (30, "complete"),
+        (20, "damaged"),
+        (40, "unfinished"),
+    ]
     assert shown[0] | {"saved": ""} == {
-        "path": str(_path(run, 10)), "step": 10, "saved": "", "world_size": 1, "layout": "dp_shard 2 pp 4",
-        "bytes": sum(file.stat().st_size for file in _path(run, 10).iterdir()), "state": "complete", "fault": "",
-    }  # fmt: skip
+        "path": str(_path(run, 10)),
+        "step": 10,
+        "saved": "",
+        "world_size": 1,
+        "layout": "dp_shard 2 pp 4",
+        "bytes": sum(file.stat().st_size for file in _path(run, 10).iterdir()),
+        "state": "complete",
+        "fault": "",
+    }
     code, out, err = say("list", run / "checkpoints")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "10", "30", "20", "40"]
     size = (_path(run, 20) / "state.json").stat().st_size

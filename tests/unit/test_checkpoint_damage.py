@@ -23,10 +23,14 @@ def _halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    (_halve, r"{name} has [\d,]+ bytes, its manifest says [\d,]+"), (Path.unlink, "(lacks|missing)"),
-    (flip, r"{name} has SHA-256 [0-9a-f]{{12}}, its manifest says [0-9a-f]{{12}}$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_halve, r"{name} has [\d,]+ bytes, its manifest says [\d,]+"),
+        (Path.unlink, "(lacks|missing)"),
+        (flip, r"{name} has SHA-256 [0-9a-f]{{12}}, its manifest says [0-9a-f]{{12}}$"),
+    ],
+)
 @pytest.mark.parametrize("name", [".metadata", "titan.index", "state.json", "__0_0.distcp"])
 def test_damage_is_one_sentence(saved: Path, name: str, damage: Callable[[Path], None], said: str) -> None:
     damage(saved / name)

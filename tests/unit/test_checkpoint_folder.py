@@ -55,9 +55,10 @@ def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     assert found == [good]
     size = len((good / STATE).read_bytes())
     assert [damaged[path].partition("damaged: ")[2] for path in paths] == [
-        f"state.json has 11 bytes, its manifest says {size}", ".metadata has 2 bytes, its manifest says 1",
+        f"state.json has 11 bytes, its manifest says {size}",
+        ".metadata has 2 bytes, its manifest says 1",
         "__0_0.distcp is not in its manifest",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [10, 20, 30]), (1, [30]), (2, [20, 30]), (9, [10, 20, 30])])

@@ -50,9 +50,10 @@ def test_chunks_that_a_box_needs(shape: tuple[int, ...]) -> None:
     for box in itertools.product(*corners):
         offsets, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
         wanted = [
-            number for number, (at, long) in enumerate(_cells(tensor))
+            number
+            for number, (at, long) in enumerate(_cells(tensor))
             if all(max(a, c) < min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, at, long, strict=True))
-        ]  # fmt: skip
+        ]
         assert list(tensor.overlapping(offsets, sizes)) == wanted
     assert list(tensor.overlapping((0,) * len(shape), (0,) * len(shape))) == ([] if shape else [0])
 
@@ -76,9 +77,13 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
     found = made.index(written)
     index.check(found, {f"__{rank}_0.distcp": 1000 for rank in range(8)})
     assert {name: tensor.chunks for name, tensor in found.tensors.items()} == {
-        "model.tied": 2, "model.stage0": 2, "model.stage1": 2, "rest.scalar": 1, "rest.empty": 1,
+        "model.tied": 2,
+        "model.stage0": 2,
+        "model.stage1": 2,
+        "rest.scalar": 1,
+        "rest.empty": 1,
         **{f"rest.rng.{rank}.cpu": 1 for rank in range(8)},
-    }  # fmt: skip
+    }
     for name, tensor in found.tensors.items():
         for number, (offsets, sizes) in enumerate(tensor.cells()):
             file, start, _ = found.place(tensor.first + number)

@@ -29,8 +29,10 @@ def test_sites_are_one_more_level_whose_bandwidth_the_ranks_of_a_site_share() ->
     there = cluster.from_table({"base": "h100", "between_sites": SITES}, "c.toml")
     node, fabric = h100.links
     assert there.links == (
-        node, replace(fabric, ranks=16), Link(name="between sites", bandwidth_gb_s=1 / 16, latency_us=5000)
-    )  # fmt: skip
+        node,
+        replace(fabric, ranks=16),
+        Link(name="between sites", bandwidth_gb_s=1 / 16, latency_us=5000),
+    )
     assert replace(there, name=h100.name, source=h100.source, links=h100.links) == h100
     near, far = (Network(there).collective("all_gather", group, 1e9) for group in (Group(2, 8), Group(4, 16)))
     assert near == pytest.approx(0.5 * 1e9 / (50e9 * fabric.efficiency) + fabric.latency_us * 1e-6, rel=1e-9)
@@ -51,10 +53,12 @@ def test_a_file_with_a_base_changes_what_it_says() -> None:
         ({"base": "h100-sites"}, "base = 'h100-sites': has a base itself; name that one"),
         ({"base": "h100", "between_sites": {**SITES, "nodes_per_site": 0}}, "nodes_per_site = 0: must be at least 1"),
         ({"base": "h100", "between_sites": {"nodes_per_site": 2}}, "bandwidth_gbit_s"),
-        ({**LEAST, "between_sites": SITES},
-         r"\[between_sites\] needs two \[\[links\]\], the first with the ranks of a node; add them"),
+        (
+            {**LEAST, "between_sites": SITES},
+            r"\[between_sites\] needs two \[\[links\]\], the first with the ranks of a node; add them",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(table: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster.from_table(table, "c.toml")

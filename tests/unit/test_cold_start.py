@@ -37,7 +37,7 @@ COMMANDS = {
     "plan": ([*DEBUG, "--search", "--world-size", "2"], 0, "1 pruned by lower bound"),
     "plugins": (["fsdp"], 0, "technique fsdp"),
     "tune": ([*DEBUG, "--cluster", "a100-80gb", "--trials", "1", "--timeout", "0.01"], 1, "trials failed (1 timeout)"),
-}  # fmt: skip
+}
 """Command -> its words, its exit code, and a part of what it prints, in a folder with a run and its text. The trial of
 `tune` is killed as it starts."""
 

@@ -17,9 +17,10 @@ from titan.errors import ConfigError
 from titan.planner.picture.traffic import moved
 from titan.planner.step import layout
 from titan.planner.step.activations import kept_by
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
 from titan.planner.step.parameters import parameters_of
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 
 registry.load_plugins()
 ADDED = (torch.ops.aten.add, torch.ops.aten.add_)

@@ -131,10 +131,13 @@ def test_a_link_to_nothing_is_no_file_that_may_be_left_out(
 def test_a_git_lfs_pointer_is_not_data(tmp_path: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 5000\n"
     readers: dict[str, Any] = {
-        "a.txt": lambda file: all_texts(text(file)), "a.txt.gz": lambda file: all_texts(text(file)),
-        "a.jsonl.zst": lambda file: all_texts(jsonl(file)), "a.bin": open_shard, "a.tiktoken": read_ranks,
+        "a.txt": lambda file: all_texts(text(file)),
+        "a.txt.gz": lambda file: all_texts(text(file)),
+        "a.jsonl.zst": lambda file: all_texts(jsonl(file)),
+        "a.bin": open_shard,
+        "a.tiktoken": read_ranks,
         "a.parquet": lambda file: all_texts(parquet(file)),
-    }  # fmt: skip
+    }
     for name, read in readers.items():
         (tmp_path / name).write_text(pointer)
         with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer, not the file itself \(5,000 bytes\)"):

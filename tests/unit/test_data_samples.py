@@ -156,9 +156,11 @@ def loader(source: Samples, **more: Any) -> Loader:
 def many(tmp_path: Path) -> Samples:
     """Two sources of 50 and 30 samples whose tokens tell which they are."""
     return samples(
-        (count_up(tmp_path / "a.bin", 201), 2.0), (count_up(tmp_path / "b.bin", 121, 500), 1.0), shuffle=True,
+        (count_up(tmp_path / "a.bin", 201), 2.0),
+        (count_up(tmp_path / "b.bin", 121, 500), 1.0),
+        shuffle=True,
         vocab_size=1000,
-    )  # fmt: skip
+    )
 
 
 def tokens_of(loader: Loader, steps: int) -> list[torch.Tensor]:

@@ -95,10 +95,7 @@ def test_verify_finds_one_changed_bit(tmp_path: Path) -> None:
     [
         (None, r"a\.bin cannot be read: No such file"),
         (b"", r"a\.bin is empty"),
-        (
-            [[1, 2, 3, 0]],
-            r"a\.bin is not the file whose header was read at the start: 4 tokens .*at the start 12 with",
-        ),
+        ([[1, 2, 3, 0]], r"a\.bin is not the file whose header was read at the start: 4 tokens .*at the start 12 with"),
         (
             [*DOCUMENTS[:2], [5, 6, 7, 8, 7, 0]],
             r"a\.bin is not the file whose header .*: 12 tokens .*; restore the file",

@@ -38,7 +38,9 @@ THIRD = {pair: 2.0 if "rank 3" in ends else 1.0 for pair, ends in PAIRS.items()}
 ODD: dict[str, tuple[dict[str, float], dict[str, float], list[str]]] = {
     "equal ranks": (EQUAL, {}, []),
     "a slow half, found by the faster": (
-        EQUAL | dict.fromkeys(RANKS[4:], 1.6), {}, [f"{rank}: slow" for rank in RANKS[4:]]
+        EQUAL | dict.fromkeys(RANKS[4:], 1.6),
+        {},
+        [f"{rank}: slow" for rank in RANKS[4:]],
     ),
     "two ranks": ({"rank 0": 1.0, "rank 1": 3.0}, {}, ["rank 1: slow"]),
     "ranks that all differ": ({rank: 1 + 0.1 * number for number, rank in enumerate(RANKS)}, {}, []),
@@ -48,10 +50,12 @@ ODD: dict[str, tuple[dict[str, float], dict[str, float], list[str]]] = {
     "a slow pair": (EQUAL_PAIRS | {"rank 2 - rank 6": 4.0}, {}, ["rank 2 - rank 6: slow"]),
     "a rank in place of its pairs": (THIRD, {}, ["rank 3, all 7 pairs: slow"]),
     "a rank and another pair": (
-        THIRD | {"rank 0 - rank 1": 2.0}, {}, ["rank 3, all 7 pairs: slow", "rank 0 - rank 1: slow"]
+        THIRD | {"rank 0 - rank 1": 2.0},
+        {},
+        ["rank 3, all 7 pairs: slow", "rank 0 - rank 1: slow"],
     ),
     "a group without peers": ({"rank 0 to rank 7": 1.0}, {"rank 0 to rank 7": 9.0}, []),
-}  # fmt: skip
+}
 
 
 def found_in(seconds: dict[str, float], spreads: dict[str, float], unit: str = "GB/s") -> list[str]:
@@ -69,9 +73,10 @@ def test_what_is_odd(seconds: dict[str, float], spreads: dict[str, float], odd: 
     assert found_in(seconds, spreads) == odd
 
 
-@pytest.mark.parametrize(("factor", "unit", "odd"), [
-    (1.3, "GB/s", True), (1.1, "GB/s", False), (0.5, "GB/s", False), (1.3, "us", False), (1.8, "us", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factor", "unit", "odd"),
+    [(1.3, "GB/s", True), (1.1, "GB/s", False), (0.5, "GB/s", False), (1.3, "us", False), (1.8, "us", True)],
+)
 def test_a_slow_rank_is_odd(factor: float, unit: str, odd: bool) -> None:
     assert found_in({**EQUAL, "rank 5": factor}, {}, unit) == ["rank 5: slow"] * odd
 
@@ -121,8 +126,10 @@ def test_many_nodes_do_not_all_meet() -> None:
 def test_groups() -> None:
     assert LAYOUT.groups() == {"all ranks": [list(range(8))]}
     assert Layout(4, 2, RANKS).groups() == {
-        "all ranks": [[0, 1, 2, 3]], "a node": [[0, 1], [2, 3]], "across nodes": [[0, 2], [1, 3]]
-    }  # fmt: skip
+        "all ranks": [[0, 1, 2, 3]],
+        "a node": [[0, 1], [2, 3]],
+        "across nodes": [[0, 2], [1, 3]],
+    }
     assert Layout(2, 1, RANKS).groups() == {"all ranks": [[0, 1]]}
     assert Layout(1, 1, RANKS).groups() == {}
 
@@ -213,11 +220,14 @@ def test_one_rank_has_no_links_and_copies_from_the_host_are_written() -> None:
     assert cluster.from_table(table, "there").device.host_gb_s == 20.0
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--seconds", "0"], "--seconds 0: must be above 0"),
-    (["--disk", "nowhere"], "--disk nowhere: no such folder"),
-    (["--output", "."], "--output .: is a folder; name a file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seconds", "0"], "--seconds 0: must be above 0"),
+        (["--disk", "nowhere"], "--disk nowhere: no such folder"),
+        (["--output", "."], "--output .: is a folder; name a file"),
+    ],
+)
 def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2
     assert capsys.readouterr().err == f"error: command line: {said}\n"

@@ -16,8 +16,8 @@ from tests.sweeps import but_sweep
 from titan.config import Job, load_job
 from titan.errors import ConfigError
 from titan.planner.dryrun import COMPONENTS, DryRun, dry_run, report
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
-from titan.planner.step.predict import flops_per_token
 
 LAYERS, DIM, FFN, VOCAB, SEQ, BATCH = 4, 128, 384, 4097, 128, 8
 SMALL = ("--model.n_layers", "4", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")

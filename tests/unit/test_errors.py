@@ -66,14 +66,16 @@ def test_what_is_no_error_of_a_system_call_is_wrong_input() -> None:
 @pytest.mark.parametrize(
     ("read", "name", "wrong"),
     [
-        (read_text, "a.txt", DataError), (open_shard, "a.bin", DataError), (read_ranks, "a.tiktoken", DataError),
+        (read_text, "a.txt", DataError),
+        (open_shard, "a.bin", DataError),
+        (read_ranks, "a.tiktoken", DataError),
         (lambda path: content_hashes([path], path.with_name("memory"), 1), "a.txt", DataError),
         (lambda path: _complete(path.parent), INDEX, DataError),
         (lambda path: load_job(path, [], 1), "a.toml", ConfigError),
         (lambda path: cluster.load(str(path)), "a.toml", ConfigError),
     ],
     ids=["text", "shard", "ranks", "hashes", "cache", "config", "cluster"],
-)  # fmt: skip
+)
 def test_reading(read: Callable[[Path], Any], name: str, wrong: type[TitanError], tmp_path: Path) -> None:
     """On a file system that fails, and that forbids."""
     path = tmp_path / name

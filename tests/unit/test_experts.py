@@ -190,9 +190,11 @@ def test_rows_of_metrics_name_the_layers_that_have_experts() -> None:
     module(tokens, torch.arange(6).expand(2, 6))
     model.after_step(module, lambda counts: counts, UPDATED)
     found = model.measure(module)
-    assert set(found) == set(model.measures) == {
-        "expert_load", "layers.1.expert_load", "layers.1.router_entropy", "layers.1.dropped_share",
-    }  # fmt: skip
+    assert (
+        set(found)
+        == set(model.measures)
+        == {"expert_load", "layers.1.expert_load", "layers.1.router_entropy", "layers.1.dropped_share"}
+    )
     assert found["expert_load"] >= 1
     assert found["layers.1.dropped_share"].tolist() == [0, 24]
     nats, tokens_seen = found["layers.1.router_entropy"].tolist()

@@ -149,9 +149,10 @@ def test_the_command_names_what_escapes_and_ends_with_1(monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "copied", lambda to: to)
     monkeypatch.setattr(trial, "without_faults", lambda tests, source: "")
     monkeypatch.setattr(
-        trial, "judge",
+        trial,
+        "judge",
         lambda fault, *_: Verdict(fault, "" if fault.name == escaped else fault.tests[0], 1.0, "all its tests pass"),
-    )  # fmt: skip
+    )
     assert __main__.main(["--jobs", "2"]) == 1
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].startswith(f"{len(FAULTS) - 1} of {len(FAULTS)} caught")

@@ -148,7 +148,7 @@ def test_a_device_without_products_is_told_or_refused(monkeypatch: Any, caplog: 
     convert(emulate="auto")
     assert said_in(caplog) == [
         "float8 makes this run slower: products are emulated in float32, as they need a GPU of CUDA capability 8.9 or "
-        "higher and this device is a cpu; remove [plugins.float8] for speed",
+        "higher and this device is a cpu; remove [plugins.float8] for speed"
     ]
     with pytest.raises(ConfigError) as refused:
         convert(emulate="never")

@@ -72,15 +72,19 @@ def test_all_that_it_folds_and_as_few_as_it_needs(
 @pytest.mark.parametrize(
     ("wanted", "ranks", "axis", "words"),
     [
-        ({"ep": 3, "cp": 2}, 8, "ep", "= 3: must divide the ranks of the axes that it folds, dp_shard 4 x cp 2 = 8; "
-                                      "nearest: 2 or 4"),
+        (
+            {"ep": 3, "cp": 2},
+            8,
+            "ep",
+            "= 3: must divide the ranks of the axes that it folds, dp_shard 4 x cp 2 = 8; nearest: 2 or 4",
+        ),
         ({"ep": 16}, 8, "ep", "dp_shard 8; nearest: 8"),
         ({"ep": 2, "tp": 2}, 2, "ep", "dp_shard 1 x cp 1 = 1; nearest: 1"),
         ({"ep": 0}, 8, "ep", "= 0: must be a positive degree"),
         ({"ep": 3, "tp": 3}, 8, "", "tp 3 = 3 ranks, but there are 8; use 3 ranks"),
         ({"ep": 2, "other": 2, "cp": 2}, 8, "other", "= 2: mesh.ep divides the ranks of cp already; set one of them"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_come_out_even_is_refused(wanted: dict[str, int], ranks: int, axis: str, words: str) -> None:
     _, [fault] = lay_out([*AXES, OTHER], wanted, ranks)
     assert fault[0] == axis and words in fault[1]
@@ -94,7 +98,7 @@ def test_what_does_not_come_out_even_is_refused(wanted: dict[str, int], ranks: i
         ({"weights": "slices", "folds": ()}, r"data: must be one of 'same', 'dealt', 'sliced', unless the axis folds"),
         ({"weights": "slices", "folds": "dp_shard"}, r"folds = 'dp_shard': must be a list"),
     ],
-)  # fmt: skip
+)
 def test_an_axis_says_what_ranks_see_or_folds_axes_that_do(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Axis(**{"name": "ep", "folds": ("dp_shard",), "topology_order": 1, "doc": "", **fields})

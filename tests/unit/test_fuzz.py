@@ -120,9 +120,13 @@ def test_ranks_and_steps_without_a_label(drawn: list[Drawn], judge: Judge) -> No
 def _samples(job: Job) -> Samples:
     sources = [(open_shards(source.plugin.shards() or ()), source.weight) for source in job.sources]
     return Samples(
-        sources, seq_len=job.data.seq_len, packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle,
+        sources,
+        seq_len=job.data.seq_len,
+        packing=job.data.packing,
+        seed=job.run.seed,
+        shuffle=job.data.shuffle,
         vocab_size=job.spec.vocab_size,
-    )  # fmt: skip
+    )
 
 
 def _outcome(norm: float = 1.0) -> Outcome:

@@ -107,7 +107,7 @@ def test_an_option_of_a_group_counts_before_what_takes_its_place_in_the_table() 
         ("'head'", "groups: must be a list of tables, [[optimizer.groups]]"),
         ("[{match='head' lr=}]", "[{match='head' lr=}]: is not TOML; write it as [{match = 'head', lr = 1e-3}]"),
     ],
-)  # fmt: skip
+)
 def test_bad_groups_are_refused_with_a_sentence(groups: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         _job(groups)

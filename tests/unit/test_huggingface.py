@@ -80,10 +80,14 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     told = json.loads(capsys.readouterr().out)
     files = list((tmp_path / "small").iterdir())
     assert told == {
-        "from": str(tmp_path / "hf"), "to": str(tmp_path / "small"), "format": "hf", "tensors": 21,
-        "files": len(files), "bytes": sum(file.stat().st_size for file in files),
+        "from": str(tmp_path / "hf"),
+        "to": str(tmp_path / "small"),
+        "format": "hf",
+        "tensors": 21,
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
         "not_carried_over": [],
-    }  # fmt: skip
+    }
     index = json.loads((tmp_path / "small" / tensor_files.INDEX).read_text())
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(tmp_path / "hf").values())
     for name, file in index["weight_map"].items():
@@ -172,17 +176,29 @@ def test_a_tied_head_may_stand_there_again(tmp_path: Path) -> None:
     ("of_stacks", "lost", "changed", "told"),
     [
         (False, r"mlp|self_attn", {}, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
-        (False, None, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(16), "model.norm.weight": torch.zeros(7)},
-         r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
-         r"\(\[7\] there, \[16\] here\)"),
-        (False, None, {"lm_head.weight": torch.zeros(257, 16, dtype=torch.int8)},
-         r"no plain floating-point numbers in lm_head.weight \(I8\)"),
+        (
+            False,
+            None,
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(16), "model.norm.weight": torch.zeros(7)},
+            r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
+            r"\(\[7\] there, \[16\] here\)",
+        ),
+        (
+            False,
+            None,
+            {"lm_head.weight": torch.zeros(257, 16, dtype=torch.int8)},
+            r"no plain floating-point numbers in lm_head.weight \(I8\)",
+        ),
         (True, r"0\.mlp\.2|1\.mlp\.0", {}, r"it lacks model\.layers\.\S+, model\.layers\.\d\.mlp\.\d$"),
         (True, None, {"model.layers.0.mlp.3": torch.zeros(16, 16)}, r"the model lacks model\.layers\.0\.mlp\.3"),
-        (True, None, {"model.layers.1.mlp.1": torch.zeros(9, 16)},
-         r"shapes differ in model\.layers\.1\.mlp\.1 \(\[9, 16\] there, \[16, 16\] here\)"),
+        (
+            True,
+            None,
+            {"model.layers.1.mlp.1": torch.zeros(9, 16)},
+            r"shapes differ in model\.layers\.1\.mlp\.1 \(\[9, 16\] there, \[16, 16\] here\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_told(
     of_stacks: bool, lost: str | None, changed: dict[str, Tensor], told: str, stacked: Any, tmp_path: Path
 ) -> None:
@@ -255,10 +271,8 @@ def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], 
 
 def test_defaults_of_transformers() -> None:
     sizes = {**{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "model_type": "llama"}
-    read = {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
-        "norm_eps": 1e-6, "rope_theta": 10000.0,
-    }  # fmt: skip
+    read = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False}
+    read |= {"norm_eps": 1e-6, "rope_theta": 10000.0}
     assert plugin("llama").from_hf(sizes) == {**read, "n_kv_heads": 4}
     new = {**sizes, "rope_theta": 1.0, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
     old = {**sizes, "rope_theta": 5e5, "rope_scaling": {**SCALED, "type": "ignored"}}
@@ -270,22 +284,29 @@ def test_defaults_of_transformers() -> None:
     pythia = {**sizes, "model_type": "gpt_neox", "use_parallel_residual": False}
     old = plugin("neox").from_hf({**pythia, "rotary_emb_base": 500, "rotary_pct": 0.5})
     rope = {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}
-    assert old == plugin("neox").from_hf({**pythia, "rope_parameters": rope}) == {
-        **read, "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5,
-        "gelu_approximate": "none",
-    }  # fmt: skip
+    assert (
+        old
+        == plugin("neox").from_hf({**pythia, "rope_parameters": rope})
+        == read | dict(parallel_residual=False, rotary_pct=0.5, rope_theta=500, norm_eps=1e-5, gelu_approximate="none")
+    )
     assert old == plugin("neox").from_hf({**pythia, "rope_scaling": rope, "rotary_pct": 0.1})
     silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
     assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
     assert plugin("neox", n_kv_heads=2).hf_config() is None
     assert plugin("gemma").from_hf({**sizes, "model_type": "gemma2"}) == {
-        **read, "n_kv_heads": 4, "head_dim": 256, "sliding_window": 4096, "tied": True, "query_scale": None,
-        "attention_cap": 50.0, "logit_cap": 30.0,
-    }  # fmt: skip
+        **read,
+        "n_kv_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "tied": True,
+        "query_scale": None,
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+    }
     published = {"model_type": "bloom", "n_embed": 32, "num_attention_heads": 4, "n_layer": 2, "vocab_size": 257}
-    assert plugin("bloom").from_hf(published) == {
-        "n_layers": 2, "dim": 32, "n_heads": 4, "vocab_size": 257, "max_seq_len": 2048, "tied": True, "norm_eps": 1e-5,
-    }  # fmt: skip
+    assert plugin("bloom").from_hf(published) == dict(
+        n_layers=2, dim=32, n_heads=4, vocab_size=257, max_seq_len=2048, tied=True, norm_eps=1e-5
+    )
     assert plugin("bloom", n_kv_heads=2).hf_config() is plugin("bloom", ffn_dim=40).hf_config() is None
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
 
@@ -325,8 +346,9 @@ def test_another_model_is_told_key_by_key(folder: Path) -> None:
         loaded(folder, plugin("llama", tied=True, rope_theta=500.0))
     says = f"{folder / 'config.json'} says"
     assert str(refused.value).splitlines() == [
-        f"[model] tied = True: {says} False", f"[model] rope_theta = 500.0: {says} 10000.0"
-    ]  # fmt: skip
+        f"[model] tied = True: {says} False",
+        f"[model] rope_theta = 500.0: {says} 10000.0",
+    ]
     with pytest.raises(ConfigError, match=r"\[model\] name = 'gpt': .*config.json has model_type 'llama'"):
         loaded(folder, plugin("gpt"))
     loaded(folder, plugin("llama", n_kv_heads=4, init_std=0.5, max_seq_len=8))

@@ -29,10 +29,8 @@ from bench.house import (
 
 ROOT = Path(__file__).parents[2]
 
-OPEN_TO_PLUGINS = (
-    "titan.contracts", "titan.layers", "titan.errors", "titan.terminal", "titan.packages", "titan.paths",
-    "titan.data.tokens",
-)  # fmt: skip
+OPEN_TO_PLUGINS = ("titan.contracts", "titan.layers", "titan.errors", "titan.terminal", "titan.packages")
+OPEN_TO_PLUGINS += ("titan.paths", "titan.data.tokens")
 """What plugins may import of titan."""
 
 ORDINARY_WORDS = {
@@ -67,10 +65,16 @@ ORDINARY_WORDS = {
 
 BANNED = re.compile(r"(?i)(utils?|commons?|helpers?|misc)(\.py)?")
 MOST_LINES = 400
+MOST_LINES_WITH_A_REASON = 430
+LONG = {
+    "plugins/attention/cpu_kernel.py": "a library that is compiled, and the operations that call it by one struct",
+}
+"""Files of more than `MOST_LINES` -> why each is one file."""
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_THE_LOOP = 40
 MEDIAN_LINES = 200
 MOST_FILES = 10
+WITHOUT_METHODS = {"ABC", "Enum", "Exception", "Generic", "NamedTuple", "Protocol"}
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -193,8 +197,11 @@ def files_and_functions_are_small(root: Path) -> Iterator[str]:
     for folder in (*FOLDERS, "plugins"):
         for file, tree in files_of(root, folder):
             lines = len((root / file).read_text().splitlines())
-            if lines > MOST_LINES:
-                yield f"{file}: {lines} lines; at most {MOST_LINES}"
+            most = MOST_LINES_WITH_A_REASON if file.as_posix() in LONG else MOST_LINES
+            if lines > most:
+                yield f"{file}: {lines} lines; at most {most}"
+            elif file.as_posix() in LONG and lines <= MOST_LINES:
+                yield f"{file} need no longer stand in LONG"
             yield from _longer_functions(file, tree, MOST_LINES_OF_A_FUNCTION)
 
 
@@ -205,6 +212,31 @@ def _longer_functions(file: Path, tree: ast.Module, most: int, *names: str) -> I
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > most:
                 yield f"{file}:{node.lineno}: {node.name}() has {length} lines; at most {most}"
+
+
+def methods_have_docstrings(root: Path) -> Iterator[str]:
+    """Public ones of public classes, but for overrides: the method that they override has one, here or in a library."""
+    trees = [found for folder in (*FOLDERS, "plugins") for found in files_of(root, folder)]
+    classes = {node.name: node for _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def inherited(node: ast.ClassDef) -> set[str] | None:
+        """Names of the methods of all bases; None: a base is of a library."""
+        names = set[str]()
+        for base in {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases} - WITHOUT_METHODS:
+            more = inherited(classes[base]) if base in classes and base != node.name else None
+            if more is None:
+                return None
+            names |= more | {each.name for each in classes[base].body if isinstance(each, ast.FunctionDef)}
+        return names
+
+    for file, tree in trees:
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or (above := inherited(node)) is None:
+                continue
+            for each in node.body:
+                documented = not isinstance(each, ast.FunctionDef) or ast.get_docstring(each) or each.name in above
+                if not documented and not each.name.startswith("_"):
+                    yield f"{file}:{each.lineno}: {node.name}.{each.name}() has no docstring, and overrides nothing"
 
 
 def folders_hold_few_files(root: Path) -> Iterator[str]:
@@ -249,6 +281,7 @@ RULES: list[Callable[[Path], Iterator[str]]] = [
     nobody_spells_a_plugin,
     ordinary_words_are_needed,
     files_and_functions_are_small,
+    methods_have_docstrings,
     folders_hold_few_files,
     the_loop_is_short,
     names_say_what_is_inside,
@@ -303,6 +336,7 @@ PLANTED = [
     (nobody_spells_a_plugin, "titan/a.py", "i('titan.plugins.a.b')", "spells 'titan.plugins.a.b'"),
     (files_and_functions_are_small, "titan/a.py", "x = 1\n" * 401, "titan/a.py: 401 lines"),
     (files_and_functions_are_small, "plugins/a/b.py", "def f():\n" + "    x = 1\n" * 60, "f() has 61 lines"),
+    (methods_have_docstrings, "plugins/a/b.py", "class C(D):\n def f(self): ...\nclass D: ...", "b.py:2: C.f() has no"),
     (the_loop_is_short, "titan/training/trainer.py", "def train():\n" + "    x = 1\n" * 40, "train() has 41 lines"),
     (names_say_what_is_inside, "titan/data/utils.py", "", "titan/data/utils.py: name it"),
     (names_say_what_is_inside, "plugins/common/a.py", "", "plugins/common: name it"),
@@ -328,7 +362,7 @@ def test_a_folder_of_many_files_is_found(tmp_path: Path) -> None:
     assert sorted(folders_hold_few_files(tmp_path)) == [
         "half of the files of titan, inference, planner, testing are longer than 200 lines",
         "titan/high: 11 files; at most 10",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +387,8 @@ def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatc
         (plugins_import_contracts_only, "plugins/a/b/e.py", "from .c import C"),
         (nobody_spells_a_plugin, "plugins/models/llama.py", "x = 'llama'\n" + PLUGIN),
         (nobody_spells_a_plugin, "titan/a.py", "'llama'\nx = 'a llama'"),
+        (methods_have_docstrings, "titan/a.py", "class D:\n def f(s):\n  'Why.'\nclass C(D):\n def f(s): ..."),
+        (methods_have_docstrings, "titan/a.py", "class C(Module):\n def forward(s): ..."),
     ],
 )
 def test_what_is_allowed_passes(rule: Callable[[Path], Iterator[str]], file: str, source: str, tmp_path: Path) -> None:

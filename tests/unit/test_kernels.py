@@ -23,10 +23,9 @@ def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
 
 def costs(**changed: object) -> Costs:
     """One sequence of 1,024 tokens on one rank."""
-    plain: dict[str, object] = {
-        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "embeddings": (), "layer": (), "head": (),
-        "styles": {}, "itemsize": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
-    }  # fmt: skip
+    plain: dict[str, object] = {"seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1}
+    plain |= {"embeddings": (), "layer": (), "head": (), "styles": {}, "itemsize": 2}
+    plain |= {"dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),)}
     return Costs(**{**plain, **changed})  # type: ignore[arg-type]
 
 
@@ -40,11 +39,13 @@ PRODUCTS = {
     "aligned to 32": (HALVED, (4096, 4096, 4096 + 32), 2 * 4096 * 4096 * (4096 + 32) / 50e12 / 0.9),
     "aligned to 8": (HALVED, (4096, 4096, 4096 + 8), 2 * 4096 * 4096 * (4096 + 8) / 50e12 / 0.9**3),
     "rows of no multiple of 16 bytes": (
-        replace(PLAIN, unaligned_16b_factor=0.1), (4096, 4096, 4100), 2 * 4096 * 4096 * 4100 / 5e12
+        replace(PLAIN, unaligned_16b_factor=0.1),
+        (4096, 4096, 4100),
+        2 * 4096 * 4096 * 4100 / 5e12,
     ),
     "a measured point": (POINTS, (4096, 4096, 4096), 2 * 4096**3 / 40e12),
     "half way between, by the logarithm of the FLOPs": (POINTS, (500, 10000, 1000), 1e10 / 25e12),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("products", "size", "seconds"), PRODUCTS.values(), ids=PRODUCTS)

@@ -32,9 +32,13 @@ def _slurm(folder: Path, **env: str) -> dict[str, str]:
 def _step(nodes: int, tasks: int, listed: str = "n[7-8]") -> dict[str, str]:
     """What srun says of a step to each of its tasks."""
     return {
-        "SLURM_JOB_NODELIST": listed, "SLURM_STEP_NODELIST": listed, "SLURM_NNODES": str(nodes),
-        "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks),
-    }  # fmt: skip
+        "SLURM_JOB_NODELIST": listed,
+        "SLURM_STEP_NODELIST": listed,
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+    }
 
 
 def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +66,9 @@ def test_several_nodes_and_the_environment_of_a_rank() -> None:
     env = {"NPROC": "4", "NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     place = find_place(env)
     assert place == LaunchEnv(3, 2, 4, "head", 1234)
-    assert place.environment(1) == {
-        "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "head", "MASTER_PORT": "1234",
-    }  # fmt: skip
+    assert place.environment(1) == dict(
+        RANK="9", LOCAL_RANK="1", WORLD_SIZE="12", LOCAL_WORLD_SIZE="4", MASTER_ADDR="head", MASTER_PORT="1234"
+    )
 
 
 def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
@@ -93,10 +96,9 @@ def test_own_variables_win_over_slurms(tmp_path: Path) -> None:
 
 def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
     task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "9000"}
-    assert rank_environment(_slurm(tmp_path, **task, **_step(nodes=2, tasks=8))) == {
-        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "n7", "MASTER_PORT": "20000",
-    }  # fmt: skip
+    assert rank_environment(_slurm(tmp_path, **task, **_step(nodes=2, tasks=8))) == dict(
+        RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", MASTER_ADDR="n7", MASTER_PORT="20000"
+    )
 
 
 def test_a_step_of_one_task_is_alone_in_a_job_of_many() -> None:
@@ -184,10 +186,15 @@ def pod(number: int, per_pod: str, pods: int = 2) -> dict[str, str]:
     """What Kubeflow's training operator tells a pod of a PyTorchJob (pkg/controller.v1/pytorch/envvar.go, v1.7 on)."""
     world = pods * int(per_pod) if per_pod.isdecimal() else pods
     return {
-        "PYTHONUNBUFFERED": "0", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": str(number),
-        "WORLD_SIZE": str(world), "PET_NPROC_PER_NODE": per_pod, "PET_NODE_RANK": str(number),
+        "PYTHONUNBUFFERED": "0",
+        "MASTER_ADDR": "job-master-0",
+        "MASTER_PORT": "23456",
+        "RANK": str(number),
+        "WORLD_SIZE": str(world),
+        "PET_NPROC_PER_NODE": per_pod,
+        "PET_NODE_RANK": str(number),
         "PET_NNODES": str(pods),
-    }  # fmt: skip
+    }
 
 
 def test_a_pod_of_a_pytorchjob_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +221,8 @@ def test_a_rank_has_an_upper_bound() -> None:
 
 def test_a_pod_of_a_trainjob_is_a_node() -> None:
     """Kubeflow Trainer v2 says all with torchrun's own variables."""
-    env = {
-        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500",
-    }  # fmt: skip
+    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+    env |= {"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500"}
     assert rank_environment(env) is None
     assert find_place(env) == LaunchEnv(2, 1, 8, "job-node-0-0.job", 29500)
 

@@ -102,8 +102,11 @@ def test_slurm_amd_starts_a_rank_per_gpu(
     job = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
     ranks = said(job)
     assert [(each["rank"]["RANK"], each["rank"]["LOCAL_RANK"]) for each in ranks] == [
-        ("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")
-    ]  # fmt: skip
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("3", "1"),
+    ]
     env, rank = ranks[3]["env"], ranks[3]["rank"]
     assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
     assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("hsn0,hsn1,hsn2,hsn3", "hsn0")
@@ -117,8 +120,11 @@ def test_containers_have_no_scontrol(name: str, slurm: Slurm, tmp_path: Path) ->
     job = slurm.submit(str(FOLDER / name), "--a.b", "1", IMAGE=f"{tmp_path}/image", NPROC="8", PREEMPTED="yes")
     lives = said(job)
     assert [(each["place"]["node"], each["env"].get("SLURM_RESTART_COUNT")) for each in lives] == [
-        (0, None), (1, None), (0, "1"), (1, "1")
-    ]  # fmt: skip
+        (0, None),
+        (1, None),
+        (0, "1"),
+        (1, "1"),
+    ]
     assert all(each["argv"] == ["train", "--a.b", "1"] and "SLURM_JOB_ID" not in each["env"] for each in lives)
     assert lives[1]["place"] == {"nodes": 2, "node": 1, "ranks": 8, "host": "127.0.0.1", "port": 20041}
     assert job.restarts == 1

@@ -58,21 +58,46 @@ EXPERTS = f"{' '.join(MOE)} --model.n_experts 8 --mesh.dp_shard 4 --mesh.ep 2"
     [
         ("--mesh.dp_replicate 4 --mesh.dp_shard 1", 3, [*WHOLE, "samples 6-7 of 8", POSITIONS]),
         ("--mesh.dp_shard 4", 1, [*WHOLE, "keeps shard 2 of 4", "samples 2-3 of 8", POSITIONS]),
-        (SLICED, 1, [*WHOLE, "slice 2 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS,
-                     "hidden states: 8 positions"]),
-        (f"{SLICED} --plugins.tensor.sequence_parallel false", 0,
-         [*WHOLE, "slice 1 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS]),
+        (
+            SLICED,
+            1,
+            [*WHOLE, "slice 2 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS, "hidden states: 8 positions"],
+        ),
+        (
+            f"{SLICED} --plugins.tensor.sequence_parallel false",
+            0,
+            [*WHOLE, "slice 1 of 2 of matrices (tp)", "samples 0-7 of 8", POSITIONS],
+        ),
         (f'{PIPED}.split_points=["layers.3"]', 1, ["layer 3", "with head", "samples 0-7 of 8", POSITIONS]),
-        (f'{PIPED}.schedule Interleaved1F1B --plugins.pipeline.split_points=["layers.1","layers.2","layers.3"]', 0,
-         ["layers 0, 2", "with embeddings", "samples 0-7 of 8", POSITIONS]),
-        ("--mesh.cp 2 --mesh.dp_shard 2", 3,
-         [*WHOLE, "keeps shard 4 of 4", "samples 4-7 of 8", "8 positions, part 2 of 2"]),
-        ("--mesh.worker 2 --mesh.dp_shard 2", 2,
-         [*WHOLE, "own weights, 2 of 2 (worker)", "keeps shard 1 of 2", "samples 4-5 of 8", POSITIONS]),
-        (EXPERTS, 2, [*WHOLE, "keeps shard 3 of 4", "stack elements 0-3 of 8 (ep)", "keeps shard 2 of 2",
-                      "samples 4-5 of 8", POSITIONS]),
+        (
+            f'{PIPED}.schedule Interleaved1F1B --plugins.pipeline.split_points=["layers.1","layers.2","layers.3"]',
+            0,
+            ["layers 0, 2", "with embeddings", "samples 0-7 of 8", POSITIONS],
+        ),
+        (
+            "--mesh.cp 2 --mesh.dp_shard 2",
+            3,
+            [*WHOLE, "keeps shard 4 of 4", "samples 4-7 of 8", "8 positions, part 2 of 2"],
+        ),
+        (
+            "--mesh.worker 2 --mesh.dp_shard 2",
+            2,
+            [*WHOLE, "own weights, 2 of 2 (worker)", "keeps shard 1 of 2", "samples 4-5 of 8", POSITIONS],
+        ),
+        (
+            EXPERTS,
+            2,
+            [
+                *WHOLE,
+                "keeps shard 3 of 4",
+                "stack elements 0-3 of 8 (ep)",
+                "keeps shard 2 of 2",
+                "samples 4-5 of 8",
+                POSITIONS,
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cell_says_what_the_rank_holds(words: str, rank: int, said: list[str]) -> None:
     job = job_of(*shlex.split(words), "--train.global_batch_size", "8", "--data.seq_len", "16")
     drawn = cells(layout_picture(job, CLUSTER))
@@ -131,10 +156,14 @@ def test_groups_are_those_of_the_mesh() -> None:
     )
     layout = Layout(axes, {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 2, "tp": 2})
     of_name = {
-        "pp": Among(("pp",)), "dp_shard": Among(("dp_shard",)), "cp": Among(("cp",)), "tp": Among(("tp",)),
-        "ep": Among(("ep",)), "dp_shard x cp": Among(("dp_shard", "cp")),
+        "pp": Among(("pp",)),
+        "dp_shard": Among(("dp_shard",)),
+        "cp": Among(("cp",)),
+        "tp": Among(("tp",)),
+        "ep": Among(("ep",)),
+        "dp_shard x cp": Among(("dp_shard", "cp")),
         "dp_shard x cp / ep": Among(("dp_shard", "cp"), ("ep",)),
-    }  # fmt: skip
+    }
     for rank in (0, 6, 15):
         with _alone_as(rank, layout.world_size):
             mesh = Mesh(layout, torch.device("cpu"), rank)

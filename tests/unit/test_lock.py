@@ -340,9 +340,9 @@ def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
         assert held(tmp_path)["token"] == lock._me["token"]
 
 
-@pytest.mark.parametrize("make", [
-    lambda path: path.symlink_to("/nonexistent"), lambda path: path.symlink_to("/"), Path.mkdir, os.mkfifo,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to("/nonexistent"), lambda path: path.symlink_to("/"), Path.mkdir, os.mkfifo]
+)
 def test_what_is_no_file_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / "lock.json")
     with pytest.raises(FolderError, match=r"lock\.json is not a file, so it cannot be the lock of a run; remove it"):

@@ -17,10 +17,10 @@ from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 from titan.plugins.losses.cross_entropy.rows import Slice, kernel_for, look, write_gradient
 
 ROOT = Path(__file__).parents[2]
-SIGNATURE = {
-    "out": "*{0}", "logits": "*{0}", "labels": "*i64", "factor": "*fp32", "reported": "*fp32", "squared": "*fp32",
-    "out_stride": "i32", "stride": "i32", "words": "i32", "z_loss": "fp32", "ignore": "constexpr", "block": "constexpr",
-}  # fmt: skip
+SIGNATURE = {"out": "*{0}", "logits": "*{0}", "labels": "*i64"}
+SIGNATURE |= {"factor": "*fp32", "reported": "*fp32", "squared": "*fp32"}
+SIGNATURE |= {"out_stride": "i32", "stride": "i32", "words": "i32"}
+SIGNATURE |= {"z_loss": "fp32", "ignore": "constexpr", "block": "constexpr"}
 
 
 def test_arguments_of_kernels_have_annotations_of_triton_alone() -> None:

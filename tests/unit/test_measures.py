@@ -136,10 +136,7 @@ def test_nothing_declared_joins_nothing() -> None:
 MISFITS: list[tuple[Any, str]] = [
     (None, r"measure\(\) returned None; it must return a Mapping"),
     (lambda: 1 / 0, r"measure\(\) raised ZeroDivisionError"),
-    (
-        values() | {"sen": None},
-        r"returned 'sen', which its class does not declare in measures \(did you mean 'seen'",
-    ),
+    (values() | {"sen": None}, r"returned 'sen', which its class does not declare in measures \(did you mean 'seen'"),
     ({"mean": None, "seen": None}, r"left out 'most'; return None where this rank has no value"),
     (
         values() | {"most": 1.0},

@@ -69,8 +69,18 @@ def test_words_of_the_command_line_follow_their_option(text: str, hint: object, 
 
 @pytest.mark.parametrize(
     ("value", "hint"),
-    [(1, bool), (True, int), (True, float), ("3", int), (3, str), (2.0, int), ("x", Literal["y"]), (True, Literal[1]), ([1], tuple[str, ...])],
-)  # fmt: skip
+    [
+        (1, bool),
+        (True, int),
+        (True, float),
+        ("3", int),
+        (3, str),
+        (2.0, int),
+        ("x", Literal["y"]),
+        (True, Literal[1]),
+        ([1], tuple[str, ...]),
+    ],
+)
 def test_toml_is_strict(value: object, hint: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         coerce(value, hint)

@@ -71,10 +71,7 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
             ["config", "--checkpoint.enabled", "false", "--checkpoint.resume", "required"],
             "[checkpoint] resume = 'required': but checkpoints are off; set enabled = true",
         ),
-        (
-            ["config", "--checkpoint.keep", "3"],
-            "[checkpoint] keep: unknown key (did you mean 'keep_latest'?)",
-        ),
+        (["config", "--checkpoint.keep", "3"], "[checkpoint] keep: unknown key (did you mean 'keep_latest'?)"),
         (["data", "train-tokenizer", "--out=x"], "--out=x: titan data takes no such argument (did you mean --output?)"),
         (["--versoin"], "--versoin: titan takes no such argument (did you mean --version?)"),
         (["plan", "--outptu=x.toml"], "--outptu=x.toml: expected --table.key value (did you mean --output?)"),
@@ -136,7 +133,7 @@ def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
         (["trian"], "titan: error: unknown command 'trian' (did you mean 'train'?); see titan --help"),
         (["plan", "--top", "x"], "titan plan: error: argument --top: invalid int value: 'x'; see titan plan --help"),
     ],
-)  # fmt: skip
+)
 def test_what_argparse_refuses_is_said_in_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

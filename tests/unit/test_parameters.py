@@ -81,11 +81,16 @@ def test_layers_that_are_tied_to_each_other_stay_matrices() -> None:
 @pytest.mark.parametrize(
     ("name", "ndim", "kind"),
     [
-        ("embed.weight", 2, "table"), ("more.words.weight", 2, "table"), ("output.weight", 2, "head"),
-        ("embedding.weight", 2, "matrix"), ("norm.weight", 1, "vector"), ("layers.0.experts", 3, "matrix"),
-        ("layers.0.scale", 0, "vector"), ("output.bias", 1, "vector"),
+        ("embed.weight", 2, "table"),
+        ("more.words.weight", 2, "table"),
+        ("output.weight", 2, "head"),
+        ("embedding.weight", 2, "matrix"),
+        ("norm.weight", 1, "vector"),
+        ("layers.0.experts", 3, "matrix"),
+        ("layers.0.scale", 0, "vector"),
+        ("output.bias", 1, "vector"),
     ],
-)  # fmt: skip
+)
 def test_without_styles_places_tell_the_kind(name: str, ndim: int, kind: str) -> None:
     spec = dataclasses.replace(SPEC, tensor={}, embeddings=("embed", "more"))
     assert spec.parameter(name, ndim) == ParameterFacts(kind, None, False)  # type: ignore[arg-type]

@@ -151,16 +151,27 @@ def test_micro_batches_are_taken_as_torch_takes_them(schedule: str) -> None:
 
 
 def _check(
-    spec: ModelSpec, pp: int, schedule: str = "1F1B", *, batch: int = 32, micro: int = 1, ranks: int = 1,
-    device: str = "cuda", techniques: Any = (), **options: Any,
-) -> list[str]:  # fmt: skip
+    spec: ModelSpec,
+    pp: int,
+    schedule: str = "1F1B",
+    *,
+    batch: int = 32,
+    micro: int = 1,
+    ranks: int = 1,
+    device: str = "cuda",
+    techniques: Any = (),
+    **options: Any,
+) -> list[str]:
     technique = PipelineParallel(PipelineConfig(schedule=schedule, **options))
     job: Any = SimpleNamespace(
-        layout=Layout(tuple(technique.axes), {"pp": pp}), micro_batch=micro, batch_ranks=ranks,
-        micro_batches=batch // (micro * ranks), train=SimpleNamespace(global_batch_size=batch),
+        layout=Layout(tuple(technique.axes), {"pp": pp}),
+        micro_batch=micro,
+        batch_ranks=ranks,
+        micro_batches=batch // (micro * ranks),
+        train=SimpleNamespace(global_batch_size=batch),
         run=SimpleNamespace(device=device),
         stating=lambda fact: [facts[fact] for t in techniques if fact in (facts := t.facts())],
-    )  # fmt: skip
+    )
     return list(technique.check(job, spec))
 
 
@@ -204,9 +215,11 @@ def test_split_points_must_be_layers_in_order_one_for_each_stage(points: tuple[s
 
 
 NEAREST = {
-    "1F1B": (8, "16"), "DualPipeV": (24, "32"),
-    "Interleaved1F1B": (56, "48 or 60"), "InterleavedZeroBubble": (36, "32 or 40"),
-}  # fmt: skip
+    "1F1B": (8, "16"),
+    "DualPipeV": (24, "32"),
+    "Interleaved1F1B": (56, "48 or 60"),
+    "InterleavedZeroBubble": (36, "32 or 40"),
+}
 
 
 @pytest.mark.parametrize("schedule", NEAREST)

@@ -13,9 +13,10 @@ from titan.contracts.base.cost import Matmul
 from titan.planner.dryrun import DryRun, dry_run
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.picture.traffic import moved, passed_on
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import Memory, memories
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 
 # What the plugin says to this warning, pytest takes back before each test.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -40,8 +40,9 @@ SMALL = _study(_point(1, 90, fits=False), _point(2, 50), Point(4, "4", "", {}, F
 @pytest.mark.parametrize("suffix", STARTS)
 def test_files(suffix: str, tmp_path: Path) -> None:
     before = set(sys.modules)
-    for number, drawing in enumerate((lambda path: draw(_predicted(), FRONTIER, path),
-                                   lambda path: draw_study(SMALL, path))):  # fmt: skip
+    for number, drawing in enumerate(
+        (lambda path: draw(_predicted(), FRONTIER, path), lambda path: draw_study(SMALL, path))
+    ):
         path = tmp_path / "new" / f"{number}{suffix}"
         drawing(path)
         assert path.read_bytes().startswith(STARTS[suffix]) and path.stat().st_size > 5000

@@ -106,9 +106,10 @@ def test_gradients_of_attention_are_those_of_double_precision(kv_heads: int, mas
 
 
 @pytest.mark.parametrize(
-    ("width", "turned", "learned"), [(16, True, False), (8, False, False), (16, False, True)],
+    ("width", "turned", "learned"),
+    [(16, True, False), (8, False, False), (16, False, True)],
     ids=["strides", "another width of values", "a mask with a gradient"],
-)  # fmt: skip
+)
 def test_attention_leaves_to_pytorch_what_the_kernel_does_not_take(width: int, turned: bool, learned: bool) -> None:
     q, v, mask = _drawn(1, 4, 16, 16), _drawn(1, 4, 16, width), _drawn(1, 4, 16, 16)
     inputs = [q, v, mask] if learned else [q, v]

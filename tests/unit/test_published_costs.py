@@ -168,11 +168,11 @@ def test_sums_of_gradients_overlap_and_slices_of_inputs_are_gathered_again() -> 
     assert not any(cost.overlaps for cost in found if cost.when != "backward")
 
 
-TITAN: dict[str, Any] = {
-    "framework": "torchtitan FSDP2 +torch.compile", "gpu": "H100-SXM-80GB", "layers": 32, "hidden": 4096, "ffn": 14336,
-    "gated_mlp": True, "kv_heads": 8, "seq_len": 8192, "vocab": 128256, "n_gpus": 8, "tp": None, "pp": None, "mbs": 1,
-    "gbs": 8, "zero_stage": 3, "recompute": "selective op", "precision": "bf16",
-}  # fmt: skip
+TITAN: dict[str, Any] = {"framework": "torchtitan FSDP2 +torch.compile", "gpu": "H100-SXM-80GB"}
+TITAN |= {"layers": 32, "hidden": 4096, "ffn": 14336, "gated_mlp": True, "kv_heads": 8}
+TITAN |= {"seq_len": 8192, "vocab": 128256}
+TITAN |= {"n_gpus": 8, "tp": None, "pp": None, "mbs": 1, "gbs": 8}
+TITAN |= {"zero_stage": 3, "recompute": "selective op", "precision": "bf16"}
 
 
 def held_by(**changed: Any) -> float:
@@ -197,8 +197,10 @@ def test_selective_recomputation_saves_every_second_product_and_attention() -> N
     assert saved() == [*products, *attention]
     assert saved(precision="bf16+float8 linear") == attention
     assert saved(precision="bf16+float8 linear", source="benchmarks/llama3_h100_202412_torchtitan.md") == [
-        *attention, (8192, "seq_full", 0), (18432, "tp_sharded", 0)
-    ]  # fmt: skip
+        *attention,
+        (8192, "seq_full", 0),
+        (18432, "tp_sharded", 0),
+    ]
     assert saved(tp=2, n_gpus=16, seq_parallel=True)[-1] == (8192, "hidden", 0)
     assert held_by(recompute="full") < held_by(precision="bf16+float8 linear") < held_by() < held_by(recompute="none")
 

@@ -23,9 +23,10 @@ from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base
 from titan.planner.search.unset_options import settle
 from titan.planner.step.activations import LayerMemory
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama

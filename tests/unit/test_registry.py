@@ -163,15 +163,27 @@ def test_a_file_imported_under_two_names_is_one_plugin(tmp_path: Path, monkeypat
         ("check(self, job, spec)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
         ("check(self, job, spec)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
         ("spec(self, spec)", "pass", r"spec\(\) returned None; it must return a ModelSpec"),
-        ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
+        (
+            "precision(self, precision)",
+            "return 'bf16'",
+            r"precision\(\) returned 'bf16', of type str; it must return a Precision",
+        ),
         ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
         ("facts(self)", "pass", r"facts\(\) returned None; it must return a dict"),
-        ("facts(self)", "return {'one_backwards': ''}", r"facts\(\) states 'one_backwards' \(did you mean 'one_backward'\?\)"),
-        ("check(self, job, spec)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(add --traceback"),
+        (
+            "facts(self)",
+            "return {'one_backwards': ''}",
+            r"facts\(\) states 'one_backwards' \(did you mean 'one_backward'\?\)",
+        ),
+        (
+            "check(self, job, spec)",
+            "yield ''; raise ValueError('oh')",
+            r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(add --traceback",
+        ),
         ("spec(self, spec)", "return spec.nosuch", r"spec\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
         ("__init__(self, config)", "pass", r"__init__\(\) must call super\(\).__init__\(config\)"),
     ],
-)  # fmt: skip
+)
 def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:
     load(tmp_path, plugin("Technique", f'    phase = "shard"\n\n    def {hook}:\n        {body}'), "answers")
     with pytest.raises(TitanError, match=r"technique 'answers' in .*answers\.py: " + message):

@@ -56,9 +56,11 @@ def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path, m
     assert results.write("overhead", faster) == path
     [one] = results.earlier()
     assert one == {
-        "kind": "overhead", "date": first["date"], "commit": first["commit"],
+        "kind": "overhead",
+        "date": first["date"],
+        "commit": first["commit"],
         "said": "speed of titan relative to the bare loop: fp32 2.00, bf16 0.50",
-    }  # fmt: skip
+    }
     assert [kind for kind, _ in results.newest()] == ["overhead"]
     newest = dict(results.newest())["overhead"]
     assert "bf16 1.50; first step ends 4.0 s after the start" in headline("overhead", newest)
@@ -71,9 +73,9 @@ def test_methods_are_measured_by_the_all_reduce_of_as_many_ranks() -> None:
     runs = {"all-reduce": base, "wide": wide, "lazy": lazy}
     for name, value in (("all-reduce", 3.5), ("wide", 3.25), ("lazy", 3.75)):
         runs[name] = {**runs[name], "validation": [[1, 9.0], [2, value]]}
-    assert comm_rows({"steps": 2, "runs": runs})["lazy"] == {
-        "ranks": 8, "bytes": 50, "share": 0.25, "loss": 4.0, "validation": 3.75, "further": 0.5, "time": 2.0
-    }  # fmt: skip
+    assert comm_rows({"steps": 2, "runs": runs})["lazy"] == dict(
+        ranks=8, bytes=50, share=0.25, loss=4.0, validation=3.75, further=0.5, time=2.0
+    )
 
 
 def test_a_file_has_a_line_per_row() -> None:

@@ -197,11 +197,9 @@ def test_the_zero_bubble_orders_that_are_found_keep_to_their_memory(limit: int) 
 
 def test_measured_times_give_the_measured_step_and_the_printed_bubble() -> None:
     """The 1F1B run of GPT 6.2B, 24 micro batches on 8 ranks (arXiv 2401.10241, tables 4, 5 and 9)."""
-    row = {
-        "id": "6.2B", "schedule": "1F1B", "pp": 8, "grad_accum": 24, "layers": 30, "hidden": 4096,
-        "step_time_s": 2.5714, "bubble_frac": 0.2347,
-        "extra": {"T_F_ms": 29.718, "T_B_ms": 29.444, "T_W_ms": 19.927, "T_comm_ms": 0.527},
-    }  # fmt: skip
+    row = {"id": "6.2B", "schedule": "1F1B", "pp": 8, "grad_accum": 24, "layers": 30}
+    row |= {"hidden": 4096, "step_time_s": 2.5714, "bubble_frac": 0.2347}
+    row |= {"extra": {"T_F_ms": 29.718, "T_B_ms": 29.444, "T_W_ms": 19.927, "T_comm_ms": 0.527}}
     (found,) = schedule_rows([row, {"id": "no times", "schedule": "1F1B"}])
     assert found["predicted_bubble"] == pytest.approx(0.2347, abs=1e-4)
     assert abs(found["error"]) < 0.06

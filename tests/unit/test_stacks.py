@@ -21,10 +21,11 @@ from titan.planner.report import closed_form, render
 from titan.planner.search.best_first import _Search, search
 from titan.planner.search.space import load_base
 from titan.planner.step.activations import LayerMemory, kept_by
+from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of, uncut
 from titan.planner.step.memory import GIB
 from titan.planner.step.parameters import parameters_of
-from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.predict import Planner
 from titan.plugins.models.moe import MixtureConfig, MixtureOfExperts
 
 MIXTRAL = ("--model.name", "moe", "--model.preset", "mixtral-8x7b", "--model.balance", "none")

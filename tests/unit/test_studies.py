@@ -200,27 +200,35 @@ def test_a_table_shows_what_does_not_fit_and_why_others_cannot_work() -> None:
     )
     study = Study("s", "Title", "job", "ranks", ("tokens_per_s",), False, 80.0, points)
     assert study.text().splitlines() == [
-        "Title", "job", "",
+        "Title",
+        "job",
+        "",
         "ranks  tokens/s  peak memory, GiB  tokens/s",
         "1*          100             90.00  " + 24 * "█",
         "2            50             45.00  " + 12 * "█",
         "3             -                 -",
-        "", "*  does not fit into 80 GiB", "-  3: three is odd",
-    ]  # fmt: skip
+        "",
+        "*  does not fit into 80 GiB",
+        "-  3: three is odd",
+    ]
 
 
 def test_series_stand_beside_each_other_and_share_a_reason() -> None:
     points = (
-        Point(1, "1", "a", {"bubble_fraction": 0.5}, True), Point(2, "2", "a", {"bubble_fraction": 0.25}, False),
-        Point(1, "1", "b", {}, False, "no"), Point(2, "2", "b", {}, False, "no"),
-    )  # fmt: skip
+        Point(1, "1", "a", {"bubble_fraction": 0.5}, True),
+        Point(2, "2", "a", {"bubble_fraction": 0.25}, False),
+        Point(1, "1", "b", {}, False, "no"),
+        Point(2, "2", "b", {}, False, "no"),
+    )
     assert Study("s", "t", "j", "micro batches", ("bubble_fraction",), False, 80.0, points).text().splitlines()[3:] == [
         "bubble:",
         "micro batches      a   b",
         "1              50.0%   -",
         "2              25.0%*  -",
-        "", "*  does not fit into 80 GiB", "-  b 1, 2: no",
-    ]  # fmt: skip
+        "",
+        "*  does not fit into 80 GiB",
+        "-  b 1, 2: no",
+    ]
     more = tuple(replace(p, values={**p.values, "memory_gib": 8.0} if p.values else {}) for p in points)
     two = Study("s", "t", "j", "micro batches", ("bubble_fraction", "memory_gib"), False, 80.0, more).text()
     assert two.splitlines()[7:11] == ["", "peak memory, GiB:", "micro batches     a   b", "1              8.00   -"]

@@ -183,15 +183,16 @@ def test_nothing_is_added_cut_or_filled(theirs: Path) -> None:
         theirs,
         "tokenizer.json",
         truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        padding={
-            "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None,
-            "pad_id": 1, "pad_type_id": 0, "pad_token": "!",
-        },
+        padding=dict(
+            strategy={"Fixed": 99}, direction="Right", pad_to_multiple_of=None, pad_id=1, pad_type_id=0, pad_token="!"
+        ),
         post_processor={
-            "type": "TemplateProcessing", "single": [single, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+            "type": "TemplateProcessing",
+            "single": [single, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
             "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [4096], "tokens": ["<|end|>"]}},
         },
-    )  # fmt: skip
+    )
     assert opened(theirs).encode("import os\n" * 20) == plain
 
 
@@ -341,9 +342,10 @@ def test_what_stands_around_the_texts_of_a_published_model(theirs: Path) -> None
     sides = [single, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}]
     specials = {name: {"id": name, "ids": [n], "tokens": [name]} for name, n in (("!", 0), ("<|end|>", 4096))}
     change(
-        theirs, "tokenizer.json",
+        theirs,
+        "tokenizer.json",
         post_processor={"type": "TemplateProcessing", "single": sides, "pair": [], "special_tokens": specials},
-    )  # fmt: skip
+    )
     bos = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json")).token_to_id("!")
     change(theirs, hf.MODEL, eos_token_id=2)  # the default of an architecture, another token here
     assert opened(theirs).delimiters == (bos, (0,), (4096,), (4096,))

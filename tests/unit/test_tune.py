@@ -41,9 +41,11 @@ def base(*words: str) -> Base:
 
 def measured(tokens_per_s: float) -> Measured:
     return Measured(
-        step_time_s=128 / tokens_per_s, tokens_per_s=tokens_per_s, model_tflops_per_device=tokens_per_s / 1e6,
+        step_time_s=128 / tokens_per_s,
+        tokens_per_s=tokens_per_s,
+        model_tflops_per_device=tokens_per_s / 1e6,
         peak_memory_gib=1.0,
-    )  # fmt: skip
+    )
 
 
 class Machine:
@@ -60,9 +62,14 @@ class Machine:
 
 
 def go_on(
-    path: Path, trials: int, *words: str, run: Callable[[Choice], Any] | None = None, ranks: int = 4,
-    first: Sequence[Choice] = (), tell: Callable[[str], None] = lambda _: None,
-) -> Results:  # fmt: skip
+    path: Path,
+    trials: int,
+    *words: str,
+    run: Callable[[Choice], Any] | None = None,
+    ranks: int = 4,
+    first: Sequence[Choice] = (),
+    tell: Callable[[str], None] = lambda _: None,
+) -> Results:
     job = base(*words)
     results, proposer = Results(path, searched(job, ranks)), Proposer(job.space(ranks, ranks), first, OBJECTIVE)
     tune(results, proposer, run or Machine(), OBJECTIVE, trials, lambda _: None, tell)
@@ -316,9 +323,15 @@ for step in range(1, int(words["train.steps"]) + 1):
 def runner(folder: Path, mode: str = "well", overrides: Sequence[str] = (), timeout_s: float = 30.0) -> Runner:
     launcher = [sys.executable, "-c", f"MODE = {mode!r}\n{FAKE_LAUNCHER}"]
     return Runner(
-        config=LLAMA, overrides=overrides, ranks=1, folder=folder / "trial", warmup=2, steps=3, timeout_s=timeout_s,
+        config=LLAMA,
+        overrides=overrides,
+        ranks=1,
+        folder=folder / "trial",
+        warmup=2,
+        steps=3,
+        timeout_s=timeout_s,
         launcher=launcher,
-    )  # fmt: skip
+    )
 
 
 def any_choice() -> Choice:

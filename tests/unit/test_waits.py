@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CALLS = {
-    "TCPStore", "accept", "acquire", "communicate", "connect", "create_connection", "getaddrinfo", "multi_get", "poll",
-    "recv", "recv_bytes", "rendezvous", "result", "urlopen", "wait",
-}  # fmt: skip
+CALLS = {"TCPStore", "accept", "acquire", "communicate", "connect", "create_connection", "getaddrinfo"}
+CALLS |= {"multi_get", "poll", "recv", "recv_bytes", "rendezvous", "result", "urlopen", "wait"}
 SHARED = {"get", "join", "run"}
 """Names that dictionaries, strings and others have too: without an argument they wait, and of these objects."""
 OBJECTS = ("store", "process", "subprocess", "thread", "heart")

@@ -39,7 +39,6 @@ class Job(contracts.Job):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's spec as the techniques that are on change it."""
         spec = answer(self.model, "spec", ModelSpec)
         for technique in self.techniques:
             spec = answer(technique, "spec", ModelSpec, spec)
@@ -52,11 +51,9 @@ class Job(contracts.Job):
         return sees or bool(self.stating("wraps_optimizer")) or not self.optimizer.takes_grad_scale
 
     def lr_factor(self, step: int) -> float:
-        """The schedule's factor of the peak rate for the update of a step, counted from 1."""
         return self.lr_schedule.factor(step, self.train.steps)
 
     def provides(self, capability: str) -> bool:
-        """Whether a technique that is on provides this capability."""
         return any(capability in technique.provides for technique in self.techniques)
 
     def stating(self, fact: Fact) -> list[str]:
@@ -77,7 +74,6 @@ class Job(contracts.Job):
 
     @cached_property
     def precision(self) -> Precision:
-        """The run's precision as the techniques that are on change it."""
         precision = Precision()
         for technique in self.techniques:
             precision = answer(technique, "precision", Precision, precision)

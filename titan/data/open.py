@@ -31,7 +31,7 @@ def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
     def prepare_here() -> None:
         if rank.local == 0 and rank.number != 0:  # the first rank of another node
             for dataset, shards in found:
-                prepare_node(dataset, job.tokenizer, shards, **_preparing(job))
+                prepare_node(dataset, job.tokenizer, shards, **preparing(job))
 
     together(prepare_here, rank, job.comm.init_timeout_s)
     return samples, validation
@@ -80,12 +80,12 @@ def open_validation(job: Job, rank: Rank) -> Samples | None:
 
 def _samples(sources: Sequence[tuple[Dataset, float]], job: Job, rank: Rank, *, seed: int, shuffle: bool) -> Samples:
     first = rank.number == 0
-    return Samples(
-        [(prepare(data, job.tokenizer, progress=first, **_preparing(job)), weight) for data, weight in sources],
-        seq_len=job.data.seq_len, packing=job.data.packing, seed=seed, shuffle=shuffle, vocab_size=job.spec.vocab_size,
-    )  # fmt: skip
+    made = [(prepare(data, job.tokenizer, progress=first, **preparing(job)), weight) for data, weight in sources]
+    length, packing, words = job.data.seq_len, job.data.packing, job.spec.vocab_size
+    return Samples(made, seq_len=length, packing=packing, seed=seed, shuffle=shuffle, vocab_size=words)
 
 
-def _preparing(job: Job) -> dict[str, Any]:
+def preparing(job: Job) -> dict[str, Any]:
+    """What `prepare` is told of a job's `[data]`."""
     data = job.data
     return {"cache": data.cache, "workers": data.prepare_workers, "max_lost": data.max_lost}

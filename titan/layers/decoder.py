@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -43,6 +43,17 @@ class DecoderConfig:
     def kv_heads(self) -> int:
         """Number of key-value heads; n_heads unless n_kv_heads is set."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    def heads_with(self, head_dim: int | None = None, **options: Any) -> Heads:
+        """The attention of a layer, with options of `Heads`.  head_dim: features per head; None: dim / n_heads."""
+        return Heads(
+            dim=self.dim,
+            n_heads=self.n_heads,
+            n_kv_heads=self.kv_heads,
+            head_dim=self.dim // self.n_heads if head_dim is None else head_dim,
+            unfused=self.attention == "unfused",
+            **options,
+        )
 
     def grouping(self) -> Iterable[str]:
         """A sentence where query heads do not fall into equal groups; a model's `check` yields it."""

@@ -77,9 +77,12 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
     alone.add_argument(
-        "--utilisation", type=float, default=_ORDINARY["utilisation"], metavar="U",
+        "--utilisation",
+        type=float,
+        default=_ORDINARY["utilisation"],
+        metavar="U",
         help="share of the peak; default: 0.45",
-    )  # fmt: skip
+    )
     _add_fabric(parser.add_argument_group("with --study fabric"))
     parser.add_argument("--tokens", type=float, metavar="T", help="training tokens; adds total time, price and energy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory, step time and schedule, or the study")
@@ -90,9 +93,11 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
 
 def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
-        "--objective", choices=("time", "price", "energy"), default=_ORDINARY["objective"],
+        "--objective",
+        choices=("time", "price", "energy"),
+        default=_ORDINARY["objective"],
         help="what to minimize; default: time",
-    )  # fmt: skip
+    )
     search.add_argument(
         "--top", type=int, default=_ORDINARY["top"], metavar="K", help="number of layouts to show; default: 10"
     )
@@ -105,18 +110,27 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
 
 def _add_fabric(fabric: argparse._ArgumentGroup) -> None:
     fabric.add_argument(
-        "--against", type=Path, action="append", default=[], metavar="FILE",
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
         help="TOML of a job that reaches the same loss by sending less; may be repeated",
-    )  # fmt: skip
+    )
     fabric.add_argument(
-        "--steps-ratio", action="append", default=[], metavar="NAME=R",
+        "--steps-ratio",
+        action="append",
+        default=[],
+        metavar="NAME=R",
         help="measured steps to the same loss of FILE NAME.toml, relative to the job of --config; default: 1",
-    )  # fmt: skip
+    )
     fabric.add_argument(
-        "--steps-ratios", type=Path, metavar="FILE",
+        "--steps-ratios",
+        type=Path,
+        metavar="FILE",
         help="JSON of runs with their losses, as bench.comm writes it; R above may then be the name of a run, which is "
         "by default that of the job",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:

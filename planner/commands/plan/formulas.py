@@ -12,7 +12,11 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The report, as JSON and as text."""
     job: Job = load_job(args.config, args.overrides) if args.config else closed_form.alone(args.overrides)
     report = closed_form.report(
-        job, tokens=args.tokens, devices=args.devices, peak_tflops=args.peak_tflops, utilisation=args.utilisation,
+        job,
+        tokens=args.tokens,
+        devices=args.devices,
+        peak_tflops=args.peak_tflops,
+        utilisation=args.utilisation,
         held=costs_of(job).state,
-    )  # fmt: skip
+    )
     return report, closed_form.text(report)

@@ -60,9 +60,14 @@ def _search(args: argparse.Namespace, base: Base, space: Space, planner: Planner
             bar.update(done - bar.n)
 
         return best_first.search(
-            base.job, planner, [space], keep=args.top, objective=args.objective, progress=progress,
+            base.job,
+            planner,
+            [space],
+            keep=args.top,
+            objective=args.objective,
+            progress=progress,
             workers=min(MOST_WORKERS, cores()),
-        )  # fmt: skip
+        )
 
 
 def _text_to_replace(config: Path | None) -> str:

@@ -96,7 +96,6 @@ class AttentionBackend(Technique):
         self._chosen = ""
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """What a backend needs of dtype and model, and of the device where the job names one."""
         if not spec.attention:
             yield "the model names no attention in ModelSpec.attention; remove the table"
             return
@@ -266,9 +265,14 @@ def _operation(backend: Name, core: AttentionCore) -> AttentionOperation:
 
 
 def _by_cpu_kernel(
-    kernel: Callable[..., Tensor], core: AttentionCore,
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    kernel: Callable[..., Tensor],
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    documents: Tensor | None = None,
+) -> Tensor:
     if q.device.type == "meta":
         return by_document.attend_by_document(core, q, k, v, positions, documents)
     window = core.window if 0 < core.window < q.shape[2] else 0
@@ -276,9 +280,14 @@ def _by_cpu_kernel(
 
 
 def _restricted(
-    kernel: SDPBackend, core: AttentionCore,
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    kernel: SDPBackend,
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    documents: Tensor | None = None,
+) -> Tensor:
     """The restriction is part of the operation, so that what is recomputed in backward has it too."""
     with sdpa_kernel(kernel):
         return core.attend(q, k, v, positions, documents)
@@ -295,6 +304,13 @@ def _unmasked(op: Attention, compiled: bool) -> Attention:
     if op.soft_cap:
         saved = attention_cost(op.heads, op.kv_heads, op.head_dim).saved
     return replace(
-        op, skips=True, documents=False, biased=False, soft_cap=False, scores_written=False, compiled=compiled,
-        scratch=(), saved=saved,
-    )  # fmt: skip
+        op,
+        skips=True,
+        documents=False,
+        biased=False,
+        soft_cap=False,
+        scores_written=False,
+        compiled=compiled,
+        scratch=(),
+        saved=saved,
+    )

@@ -120,10 +120,9 @@ def _by_document(
     if q.device.type == "cuda":
         flat = [_flat(t) for t in (q, k, v)]
         causal, left = not window, window - 1
-        found = _aten._flash_attention_forward(
-            *flat, runs.ends, runs.ends, runs.longest, runs.longest, 0.0, causal, False, scale=scale,
-            window_size_left=left, window_size_right=0,
-        )  # fmt: skip
+        ends = (runs.ends, runs.ends, runs.longest, runs.longest)
+        sides = {"window_size_left": left, "window_size_right": 0}
+        found = _aten._flash_attention_forward(*flat, *ends, 0.0, causal, False, scale=scale, **sides)
         return _rows(found[0], q), found[1].reshape(lse.shape)
     masks = _Window(window, q)
     for row, queries, keys in runs.pieces(q.shape[2], window):
@@ -136,9 +135,16 @@ def _by_document(
 
 @library.custom_op("titan::attention_by_document_backward", mutates_args=(), tags=_TAGS)
 def _by_document_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, window: int,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    window: int,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     runs = _whole_rows(q.shape[0], q.shape[2], q.device) if documents is None else runs_of(documents)
     grad, q, k, v = map(_dense, (grad, q, k, v))
     if q.device.type == "cuda":
@@ -146,10 +152,11 @@ def _by_document_backward(
         causal, left = not window, window - 1
         # Of the random state of a dropout, which is not there.
         state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+        ends = (runs.ends, runs.ends, runs.longest, runs.longest)
+        sides = {"window_size_left": left, "window_size_right": 0}
         found = _aten._flash_attention_backward(
-            *flat, lse.flatten(1), runs.ends, runs.ends, runs.longest, runs.longest, 0.0, causal, state, unused,
-            scale=scale, window_size_left=left, window_size_right=0,
-        )  # fmt: skip
+            *flat, lse.flatten(1), *ends, 0.0, causal, state, unused, scale=scale, **sides
+        )
         return _rows(found[0], q), _rows(found[1], k), _rows(found[2], v)
     made, masks = [_empty_like(t) for t in (q, k, v)], _Window(window, q)
     if window:  # a key's gradient is the sum of those of several pieces

@@ -78,10 +78,15 @@ def setting_of(job: Job, spec: ModelSpec, device: torch.device | None = None) ->
         "a soft cap": any(op.soft_cap for op in cores),
     }
     return Setting(
-        kind, here, job.precision.param_dtype, spec.head_dim, tuple(word for word in _ALL if there[word]),
+        kind,
+        here,
+        job.precision.param_dtype,
+        spec.head_dim,
+        tuple(word for word in _ALL if there[word]),
         any(op.scores_written and not op.soft_cap for op in cores),
-        tuple(axis for axis in job.layout.axes_of("sliced") if job.layout.degree(axis) > 1), job.run.deterministic,
-    )  # fmt: skip
+        tuple(axis for axis in job.layout.axes_of("sliced") if job.layout.degree(axis) > 1),
+        job.run.deterministic,
+    )
 
 
 def unfit(backend: str, setting: Setting) -> Iterator[str]:

@@ -137,7 +137,6 @@ class CrossEntropy(Loss):
             self._z_loss = found if self._z_loss is None else self._z_loss + found
 
     def measure(self) -> Mapping[str, Tensor | None]:
-        """The z-loss of the tokens since the row before."""
         found, self._z_loss = self._z_loss, None
         return {"z_loss": found}
 

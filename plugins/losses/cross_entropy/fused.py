@@ -27,7 +27,7 @@ def fused(
     The objective has a graph: to the hidden states and to the parameters of the projection.
     """
     parameters = [p for p in project.parameters() if p.requires_grad]
-    factor = _expected(project, hidden)
+    factor = torch.ones((), device=hidden.device) if project.factor is None else project.factor.float()
     with torch.no_grad():
         states, flat = hidden.flatten(0, -2), labels.flatten()
         weight = project.weight
@@ -48,11 +48,6 @@ def fused(
         if tensor.requires_grad and gradient is not None:
             objective = objective + _Known.apply(tensor, [gradient], factor)
     return objective, reported, added
-
-
-def _expected(project: Projection, hidden: Tensor) -> Tensor:
-    """The factor to make gradients with; 1 where it is not known."""
-    return torch.ones((), device=hidden.device) if project.factor is None else project.factor.float()
 
 
 def tokens_at_once(tokens: int, size: int) -> int:

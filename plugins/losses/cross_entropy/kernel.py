@@ -18,9 +18,19 @@ BLOCK = 8192
 
 @triton.jit
 def _row(
-    out, logits, labels, factor, reported, squared,
-    out_stride, stride, words, z_loss, ignore: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    out,
+    logits,
+    labels,
+    factor,
+    reported,
+    squared,
+    out_stride,
+    stride,
+    words,
+    z_loss,
+    ignore: tl.constexpr,
+    block: tl.constexpr,
+):
     # Without other annotations: Triton looks up each one by name as it makes code, and knows its own alone.
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -59,8 +69,18 @@ def loss_and_gradient(
     reported, squared = torch.empty(2, count, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(words))
     _row[(count,)](
-        out, logits, labels, factor, reported, squared,
-        out.stride(0), logits.stride(0), words, z_loss,
-        ignore=IGNORE, block=block, num_warps=max(1, min(16, block // 512)),
-    )  # fmt: skip
+        out,
+        logits,
+        labels,
+        factor,
+        reported,
+        squared,
+        out.stride(0),
+        logits.stride(0),
+        words,
+        z_loss,
+        ignore=IGNORE,
+        block=block,
+        num_warps=max(1, min(16, block // 512)),
+    )
     return reported.sum(), z_loss * squared.sum()

@@ -67,9 +67,11 @@ class Config:
     activations: bool = option(False, "what layers save for backward, which is fetched a layer ahead")
     optimizer: bool = option(True, "state of the optimizer, which each update brings to the device and back")
     buffer_mib: float = option(
-        64.0, "optimizer: state that is brought to the device at once; three such buffers are in use", unit="MiB",
+        64.0,
+        "optimizer: state that is brought to the device at once; three such buffers are in use",
+        unit="MiB",
         above=0,
-    )  # fmt: skip
+    )
 
 
 @register
@@ -113,12 +115,10 @@ class Offload(Technique):
             yield "parameters = true: gradients are on the host, where replicas cannot sum them; set it to false"
 
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
-        """Nothing is kept on the host."""
         if not (self.config.optimizer or self.config.parameters or self.config.activations):
             yield "optimizer, parameters and activations are false, so nothing is offloaded; set one, or remove it"
 
     def facts(self) -> dict[Fact, str]:
-        """Where the weights are, and where the optimizer's state is."""
         key = "parameters" if self.config.parameters else "optimizer"
         if not getattr(self.config, key):
             return {}
@@ -156,7 +156,6 @@ class Offload(Technique):
     def optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter]
     ) -> torch.optim.Optimizer:
-        """The optimizer with its state in the host's memory."""
         if self.config.parameters:
             return in_place(optimizer)
         return streamed(optimizer, self.config.buffer_mib * 2**20) if self.config.optimizer else optimizer

@@ -6,6 +6,7 @@ the backward pass, in memory that activations have left.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,12 +139,10 @@ class _Streamed(_Wrapper):
             for slot, value in self.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and on_host(value)
         }
-        here = {key: with_inner(value, self._like_here) for key, value in hosts.items()}
+        like_here = partial(torch.empty_like, device=self._device, pin_memory=False)
+        here = {key: with_inner(value, like_here) for key, value in hosts.items()}
         copied = self._in.copy([pair for key, value in hosts.items() for pair in _pairs(here[key], value)])
         return here, hosts, copied
-
-    def _like_here(self, plain: Tensor) -> Tensor:
-        return torch.empty_like(plain, device=self._device, pin_memory=False)
 
     def _store(self, bucket: Sequence[nn.Parameter], hosts: Slots) -> tuple[list[Tensor], Any]:
         """Put the state of these parameters on the host; returns what must be kept until a copy, and that copy."""

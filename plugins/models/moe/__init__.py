@@ -54,18 +54,23 @@ def _mixture(c: MixtureConfig) -> LayerPart:
     product, elementwise = partial(Matmul, stack=c.n_experts, used=k), partial(Elementwise, region="seq_full")
     rows, hidden = SavedTensor(numel=d * k, region="seq_full"), partial(SavedTensor, region="tp_sharded")
     operations: list[Operation] = [
-        shared(d, 2 + bool(c.n_shared_experts)), *((jitter_cost(d),) if c.router_jitter else ()),
+        shared(d, 2 + bool(c.n_shared_experts)),
+        *((jitter_cost(d),) if c.router_jitter else ()),
         replace(linear("ffn.router", d, c.n_experts), saved=(SavedTensor(numel=d, region="seq_full", itemsize=4),)),
         elementwise(forward=2 * d * k, backward=2 * d * k, saved=(rows,)),  # rows sorted by expert
-        product(module="ffn.experts.w1", inputs=d, outputs=f), product(module="ffn.experts.w3", inputs=d, outputs=f),
+        product(module="ffn.experts.w1", inputs=d, outputs=f),
+        product(module="ffn.experts.w3", inputs=d, outputs=f),
         Elementwise(region="tp_sharded", forward=5 * f * k, backward=8 * f * k, saved=saved_by_gate(f * k)),
         product(module="ffn.experts.w2", inputs=f, outputs=d, saved=(hidden(numel=f * k),)),
         elementwise(forward=3 * d * k, backward=3 * d * k, saved=(rows,)),  # weighted and added up
-    ]  # fmt: skip
+    ]
     tensor: dict[str, TensorStyle] = {
-        "ffn": "mixture", "ffn.router": "router", "ffn.experts.w1": "column", "ffn.experts.w3": "column",
+        "ffn": "mixture",
+        "ffn.router": "router",
+        "ffn.experts.w1": "column",
+        "ffn.experts.w3": "column",
         "ffn.experts.w2": "summand",
-    }  # fmt: skip
+    }
     if c.n_shared_experts:
         always = swiglu(d, c.n_shared_experts * f).operations[1:]
         operations += [_renamed(op, "ffn.", "ffn.shared.") for op in always]
@@ -78,8 +83,15 @@ def _renamed(op: Operation, old: str, new: str) -> Operation:
     return replace(op, module=op.module.replace(old, new, 1)) if isinstance(op, Matmul) else op
 
 
-def _sizes(n_layers: int, dim: int, n_heads: int, n_kv_heads: int, **more: Any) -> dict[str, Any]:
+def _sizes(
+    n_layers: int, dim: int, n_heads: int, n_kv_heads: int, vocab_size: int, max_seq_len: int, **more: Any
+) -> dict[str, Any]:
     sizes = {"n_layers": n_layers, "dim": dim, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    return {**sizes, "vocab_size": vocab_size, "max_seq_len": max_seq_len, **more}
+
+
+def _experts(n_experts: int, top_k: int, expert_dim: int, **more: Any) -> dict[str, Any]:
+    sizes = {"n_experts": n_experts, "top_k": top_k, "expert_dim": expert_dim}
     return {**sizes, "balance": "sequence", "balance_rate": 1e-3, **more}
 
 
@@ -91,19 +103,13 @@ class MixtureOfExperts(Model):
     Config = MixtureConfig
     config: MixtureConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "mixtral-8x7b": _sizes(
-            32, 4096, 32, 8, n_experts=8, top_k=2, expert_dim=14336, vocab_size=32000, max_seq_len=32768,
-        ),
-        "qwen3-30b-a3b": _sizes(
-            48, 2048, 32, 4, n_experts=128, top_k=8, expert_dim=768, head_dim=128, qk_norm=True, norm_eps=1e-6,
-            ffn_dim=6144, vocab_size=151936, max_seq_len=32768,
-        ),
-        "deepseek-moe-16b": _sizes(
-            28, 2048, 16, 16, n_experts=64, top_k=6, n_shared_experts=2, expert_dim=1408, n_dense_layers=1,
-            ffn_dim=10944, normalized=False, norm_eps=1e-6, rope_theta=1e4, vocab_size=102400, max_seq_len=4096,
-        ),
+        "mixtral-8x7b": _sizes(32, 4096, 32, 8, 32000, 32768) | _experts(8, 2, 14336),
+        "qwen3-30b-a3b": _sizes(48, 2048, 32, 4, 151936, 32768, head_dim=128, qk_norm=True, norm_eps=1e-6)
+        | _experts(128, 8, 768, ffn_dim=6144),
+        "deepseek-moe-16b": _sizes(28, 2048, 16, 16, 102400, 4096, norm_eps=1e-6, rope_theta=1e4)
+        | _experts(64, 6, 1408, n_shared_experts=2, n_dense_layers=1, ffn_dim=10944, normalized=False),
         "moe-tiny": {},
-    }  # fmt: skip
+    }
     measures: ClassVar[Mapping[str, Measure]] = {
         "expert_load": Measure("tokens of the busiest expert of all layers, over the mean of its layer", "max"),
         "layers.N.expert_load": Measure("the same of layer N", "max", detail=True),
@@ -119,7 +125,6 @@ class MixtureOfExperts(Model):
         self.measures = {total: self.measures[total], **names}  # type: ignore[misc]
 
     def check(self) -> Iterable[str]:
-        """Experts enough for every choice, and heads that rotate and group evenly."""
         c = self.config
         if c.top_k > c.n_experts:
             yield f"top_k {c.top_k} must be at most n_experts {c.n_experts}; nearest: top_k {c.n_experts}"
@@ -137,7 +142,6 @@ class MixtureOfExperts(Model):
         yield from c.grouping()
 
     def spec(self) -> ModelSpec:
-        """Sizes, names and costs of this mixture."""
         c = self.config
         moe, dense = _mixture(c), swiglu(c.dim, c.ffn_dim)
         share = c.n_dense_layers / c.n_layers
@@ -153,12 +157,13 @@ class MixtureOfExperts(Model):
         buffers += ["router.bias"] if c.balance == "bias" else []
         whole = 'balance = "sequence" counts the experts of whole sequences; set balance = "bias" in [model]'
         return replace(
-            spec, tensor=tensor, buffers={f"layers.*.ffn.{name}": ZEROS for name in buffers},
+            spec,
+            tensor=tensor,
+            buffers={f"layers.*.ffn.{name}": ZEROS for name in buffers},
             whole_sequences=whole if c.balance == "sequence" else "",
-        )  # fmt: skip
+        )
 
     def build(self) -> nn.Module:
-        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
 
@@ -216,21 +221,33 @@ class MixtureOfExperts(Model):
         if wrong:
             raise ConfigError(wrong)
         shared = {
-            **{theirs: getattr(c, ours) for theirs, ours in _HF_SIZES.items()},
-            "num_key_value_heads": c.kv_heads, "head_dim": c.heads.head_dim, "tie_word_embeddings": c.tied,
-            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
-            "rope_scaling": None, "sliding_window": None, "output_router_logits": False,
-        }  # fmt: skip
+            **{theirs: getattr(c, ours) for theirs, ours in (_HF_SIZES | _HF_SAME).items()},
+            "num_key_value_heads": c.kv_heads,
+            "head_dim": c.heads.head_dim,
+            "initializer_range": c.init_std,
+            "rope_theta": c.rope_theta,
+            "rope_scaling": None,
+            "sliding_window": None,
+            "output_router_logits": False,
+        }
         if c.qk_norm:
             return shared | {
-                "architectures": [theirs], "model_type": "qwen3_moe", "num_experts": c.n_experts,
-                "moe_intermediate_size": c.expert_dim, "intermediate_size": c.ffn_dim, "norm_topk_prob": c.normalized,
-                "mlp_only_layers": list(range(c.n_dense_layers)), **_QWEN3_FIXED,
-            }  # fmt: skip
+                "architectures": [theirs],
+                "model_type": "qwen3_moe",
+                "num_experts": c.n_experts,
+                "moe_intermediate_size": c.expert_dim,
+                "intermediate_size": c.ffn_dim,
+                "norm_topk_prob": c.normalized,
+                "mlp_only_layers": list(range(c.n_dense_layers)),
+                **_QWEN3_FIXED,
+            }
         return shared | {
-            "architectures": [theirs], "model_type": "mixtral", "num_local_experts": c.n_experts,
-            "intermediate_size": c.expert_dim, **_MIXTRAL_FIXED,
-        }  # fmt: skip
+            "architectures": [theirs],
+            "model_type": "mixtral",
+            "num_local_experts": c.n_experts,
+            "intermediate_size": c.expert_dim,
+            **_MIXTRAL_FIXED,
+        }
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of both, which have a tensor for each expert."""
@@ -255,7 +272,6 @@ class MixtureOfExperts(Model):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Sizes of a MixtralForCausalLM or Qwen3MoeForCausalLM of transformers 4 or 5, and their defaults."""
         qwen3 = config.get("model_type") == "qwen3_moe"
         if not qwen3 and config.get("model_type") != "mixtral":
             return None
@@ -275,32 +291,55 @@ class MixtureOfExperts(Model):
             issues.append(huggingface.issue(f"mlp_only_layers = {dense!r}: this model's dense layers are its first"))
         if issues:
             raise ConfigError(issues)
-        return {ours: config[theirs] for theirs, ours in keys.items()} | {
+        return {ours: config[theirs] for theirs, ours in (keys | _HF_SAME).items()} | {
             "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
             "head_dim": config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
-            "tied": config["tie_word_embeddings"], "norm_eps": config["rms_norm_eps"],
-            "rope_theta": theta, "qk_norm": qwen3, "n_dense_layers": len(dense), "balance": "none",
+            "rope_theta": theta,
+            "qk_norm": qwen3,
+            "n_dense_layers": len(dense),
+            "balance": "none",
             "normalized": config["norm_topk_prob"] if qwen3 else True,
-        }  # fmt: skip
+        }
 
 
 _HF_SIZES: Mapping[str, str] = {
     **{theirs: ours for theirs, ours in huggingface.SIZES.items() if theirs != "intermediate_size"},
     "num_experts_per_tok": "top_k",
 }
+_HF_SAME = {"tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}
 _MIXTRAL_NAMES = "block_sparse_moe", ("w1", "w2", "w3")
 _QWEN3_NAMES = "mlp", ("gate_proj", "down_proj", "up_proj")
 _MIXTRAL_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": None, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 _QWEN3_DEFAULTS: Mapping[str, Any] = {
-    "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "head_dim": None, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": None,
-}  # fmt: skip
+    "num_hidden_layers": 24,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
 _MIXTRAL_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0}
 _QWEN3_FIXED: Mapping[str, Any] = {
     "hidden_act": "silu",

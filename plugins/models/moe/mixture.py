@@ -40,11 +40,7 @@ class MixtureConfig(DecoderConfig):
     @property
     def heads(self) -> Heads:
         """The attention of a layer."""
-        return Heads(
-            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads,
-            head_dim=self.dim // self.n_heads if self.head_dim is None else self.head_dim,
-            norm_eps=self.norm_eps if self.qk_norm else None, rotary=True, unfused=self.attention == "unfused",
-        )  # fmt: skip
+        return self.heads_with(self.head_dim, norm_eps=self.norm_eps if self.qk_norm else None, rotary=True)
 
 
 class Router(nn.Module):

@@ -109,7 +109,6 @@ class Profile(Technique):
     """Row -> seconds per step, until metrics have them."""
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Ranks that exist."""
         last = job.layout.world_size - 1
         unknown = [rank for rank in self.config.ranks if isinstance(rank, int) and not 0 <= rank <= last]
         if unknown:
@@ -118,7 +117,6 @@ class Profile(Technique):
             yield f'ranks is empty; name some of ranks 0 to {last}, or set ranks = "auto"'
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Nothing of the model changes."""
         self._context = context
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,7 +146,6 @@ class Profile(Technique):
             self._begin(step)
 
     def after_step(self, step: int, updated: Tensor) -> None:
-        """A step ends, and the next one begins."""
         self._done = step
         if self._recorder is None:
             return

@@ -117,21 +117,29 @@ class Muon(Optimizer):
             bytes_per_param=2 * width, all_at_once=True, at_most=TOGETHER, kinds=("matrix", "stack")
         )
         moves: dict[str, Any] = {
-            "where": "step", "when": "update", "numel": 1, "itemsize": width,
-            "per_parameter": True, "kinds": ("matrix",),
-        }  # fmt: skip
+            "where": "step",
+            "when": "update",
+            "numel": 1,
+            "itemsize": width,
+            "per_parameter": True,
+            "kinds": ("matrix",),
+        }
         there_and_back = [
             CollectiveCost(axes=among, collective="all_to_all", count=2, sharded_over=(*shards, *copies), **moves)
-            for among in (shards, *((axis,) for axis in slices)) if among
-        ]  # fmt: skip
+            for among in (shards, *((axis,) for axis in slices))
+            if among
+        ]
         copied = [
             CollectiveCost(axes=(axis,), collective="all_gather", sharded_over=shards, **moves) for axis in copies
         ]
         return replace(
-            costs, state=(*costs.state, momentum, means), update_bytes=costs.update_bytes + 7 * size, matrix_work=work,
+            costs,
+            state=(*costs.state, momentum, means),
+            update_bytes=costs.update_bytes + 7 * size,
+            matrix_work=work,
             update_scratch=at_once,
             collectives=(*costs.collectives, *there_and_back, *copied),
-        )  # fmt: skip
+        )
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """For example `muon: 4.2 M parameters in 28 matrices by orthogonal updates; 0.5 M in 10 tensors by AdamW`."""

@@ -144,8 +144,12 @@ class CompressedGradients(Technique):
         shards = tuple(axis for axis in job.layout.axes_of("copies") if axis != _AXIS)
         state = PersistentState(component="optimizer", bytes_per_param=4, axes=costs.updated_over)
         settings: dict[str, Any] = {
-            "axes": (_AXIS,), "where": "step", "when": "update", "per_parameter": True, "sharded_over": shards,
-        }  # fmt: skip
+            "axes": (_AXIS,),
+            "where": "step",
+            "when": "update",
+            "per_parameter": True,
+            "sharded_over": shards,
+        }
         sent = (CollectiveCost(**settings, **each) for each in self._sent(costs, job, ranks))
         # 64 for the check, error and gradient; then what the method reads and writes, operation by operation.
         passes = 64 + {"powersgd": 16, "topk": 24, "randk": 8, "sign": 33 + 20 * ranks, "int8": 85}[self.config.method]

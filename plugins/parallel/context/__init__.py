@@ -192,16 +192,27 @@ def _undealt(cp: int, tp: int, length: int, spec: ModelSpec) -> Iterable[str]:
 
 
 def _by_blocks(
-    method: Callable[..., Tensor], ranks: Ranks, core: AttentionCore,
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None,
-) -> Tensor:  # fmt: skip
+    method: Callable[..., Tensor],
+    ranks: Ranks,
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+) -> Tensor:
     scores = Scores(core.window or None, core.scale, core.own_slopes(q.shape[1]))
     return method(q, k, v, documents, ranks, scores)
 
 
 def _by_heads(
-    ranks: Ranks, attend: Callable[..., Tensor],
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None,
-) -> Tensor:  # fmt: skip
+    ranks: Ranks,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+) -> Tensor:
     whole = torch.arange(q.shape[2] * ranks.size, device=q.device).expand(len(q), -1)
     return ulysses(q, k, v, lambda q, k, v: attend(q, k, v, whole, documents), ranks)

@@ -84,9 +84,17 @@ def _own_sum(dkv: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _ring(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int,
-    window: int | None, scale: float | None, slopes: Sequence[float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    window: int | None,
+    scale: float | None,
+    slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:
     ranks = Ranks(group, size, rank)
     queries, kv = Queries(q, documents, rank, size, Scores(window, scale, slopes)), torch.stack((k, v))
     out, lse = queries.nothing_seen()
@@ -99,9 +107,20 @@ def _ring(
 
 
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    group: str, size: int, rank: int, window: int | None, scale: float | None, slopes: Sequence[float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    window: int | None,
+    scale: float | None,
+    slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:
     """A block's gradients leave a rank one step after the block, with this rank's share, and end where it came from."""
     ranks = Ranks(group, size, rank)
     queries, kv = Queries(q, documents, rank, size, Scores(window, scale, slopes)), torch.stack((k, v))
@@ -121,9 +140,17 @@ def _ring_backward(
 
 
 def _gather(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int,
-    window: int | None, scale: float | None, slopes: Sequence[float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    window: int | None,
+    scale: float | None,
+    slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:
     ranks = Ranks(group, size, rank)
     queries = Queries(q, documents, rank, size, Scores(window, scale, slopes))
     out, lse = queries.nothing_seen()
@@ -132,9 +159,20 @@ def _gather(
 
 
 def _gather_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    group: str, size: int, rank: int, window: int | None, scale: float | None, slopes: Sequence[float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    window: int | None,
+    scale: float | None,
+    slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:
     ranks = Ranks(group, size, rank)
     queries = Queries(q, documents, rank, size, Scores(window, scale, slopes))
     dq = torch.zeros_like(q, dtype=torch.float32)

@@ -176,9 +176,16 @@ class ParameterServer(Technique):
         """All of a server's traffic: what the other workers push to it, and then pull from it."""
         others = job.layout.degree("worker") - 1
         traffic = CollectiveCost(
-            axes=("worker",), collective="send", where="step", when="update", itemsize=4, per_parameter=True,
-            numel=2 * max(1.0, others / self.config.servers), sharded_over=costs.updated_over, per="step",
-        )  # fmt: skip
+            axes=("worker",),
+            collective="send",
+            where="step",
+            when="update",
+            numel=2 * max(1.0, others / self.config.servers),
+            itemsize=4,
+            per_parameter=True,
+            sharded_over=costs.updated_over,
+            per="step",
+        )
         return replace(costs, collectives=(*costs.collectives, traffic))
 
     # --- the build ------------------------------------------------------------------------------------------------

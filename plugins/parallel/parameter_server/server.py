@@ -123,9 +123,14 @@ class Server:
     """
 
     def __init__(
-        self, parameters: Sequence[NamedParameter], build: Callable[[Sequence[NamedParameter]], torch.optim.Optimizer],
-        flat: Tensor, workers: int, rate: Callable[[int], float], expendable: Collection[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Sequence[NamedParameter],
+        build: Callable[[Sequence[NamedParameter]], torch.optim.Optimizer],
+        flat: Tensor,
+        workers: int,
+        rate: Callable[[int], float],
+        expendable: Collection[int] = (),
+    ) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {named.name: named.parameter for named in parameters}
         self.optimizer = build(parameters) if parameters else None
         self.flats: dict[int, Tensor] = {}

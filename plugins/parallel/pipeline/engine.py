@@ -70,11 +70,14 @@ class Pipeline:
         hidden = self._hidden(shape, meta).requires_grad_()
         objective = torch.empty((), device=meta).requires_grad_()
         return _Stage(
-            part.runner, part.stage, part.stages, self.context.device,
+            part.runner,
+            part.stage,
+            part.stages,
+            self.context.device,
             input_args=torch.empty(shape, dtype=torch.int64, device=meta) if part.stage == 0 else hidden,
             output_args=objective if part.stage == self.last else hidden,
             group=self.group,
-        )  # fmt: skip
+        )
 
     def _hidden(self, shape: torch.Size, device: torch.device) -> Tensor:
         """A buffer for the hidden states between stages, of tokens of this shape [B, S]."""

@@ -91,8 +91,10 @@ def partly_hidden(collectives: Iterable[CollectiveCost], costs: Costs) -> Iterat
     plain = not any(op.bias or op.dtype or op.stack > 1 for op in products)
     for cost in collectives:
         replaced = (cost.collective, cost.when) in (
-            ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "forward"),
-        )  # fmt: skip
+            ("all_gather", "forward"),
+            ("all_gather", "backward"),
+            ("reduce_scatter", "forward"),
+        )
         if plain and replaced and cost.where == "layer":
             yield replace(cost, count=cost.count * HIDDEN, overlaps=True)
             yield replace(cost, count=cost.count * (1 - HIDDEN))

@@ -100,4 +100,4 @@ FAULTS = (
         "titan/checkpoint/huggingface.py",
         "return group * self.period + self.start + row", "return group * self.rows + self.start + row",
         ("tests/unit/test_huggingface.py::test_heads_may_be_interleaved",)),
-)  # fmt: skip
+)

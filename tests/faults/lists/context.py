@@ -108,4 +108,4 @@ FAULTS = (
     Fault("queries of blocks without a mask masked", "plugins/parallel/context/blocks.py",
         'if block.kind == "full":', 'if block.kind == "causal":',
         ("tests/dist/test_context_attention.py::test_every_kind_of_block_may_be_written",)),
-)  # fmt: skip
+)

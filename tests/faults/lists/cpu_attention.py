@@ -28,4 +28,4 @@ FAULTS = (
     Fault("attention in bfloat16 that is computed in float32 and not rounded", KERNEL,
         "return out.to(q.dtype), lse", "return out, lse",
         (f"{TESTS}::test_bfloat16_by_the_kernel_of_float32_is_rounded_once",)),
-)  # fmt: skip
+)

@@ -58,4 +58,4 @@ FAULTS = (
     Fault("the end of a padded document counted as a token", "titan/data/samples/samples.py",
         "length=known", "length=known + 1",
         ("tests/unit/test_data_samples.py::test_pad_gives_a_document_a_sample_and_cuts_long_ones",)),
-)  # fmt: skip
+)

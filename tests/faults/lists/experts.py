@@ -65,4 +65,4 @@ FAULTS = (
     Fault("entropies of a step that is skipped in the row", ROUTER,
         "torch.where(updated, self.entropy, 0.0)", "self.entropy",
         (f"{UNIT}::test_a_skipped_step_moves_no_bias_and_leaves_no_trace_in_rows",)),
-)  # fmt: skip
+)

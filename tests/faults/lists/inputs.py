@@ -85,4 +85,4 @@ FAULTS = (
     Fault("a model built that no memory here holds", "titan/training/foresight.py",
         "check_host_memory(mean,", "check_host_memory(on_host,",
         ("tests/unit/test_unset_options.py::test_a_model_that_no_memory_here_holds_is_refused_before_it_is_built",)),
-)  # fmt: skip
+)

@@ -62,4 +62,4 @@ FAULTS = (
     Fault("a preempted run that counts as failed", "titan/ranks/launcher.py",
         "if code == EXIT_FAILED and children.stopped and not children.missed:", "if False:",
         (f"{WAITING}::test_one_of_two_ranks_ends_the_run_when_its_data_do_not_come",)),
-)  # fmt: skip
+)

@@ -177,4 +177,4 @@ FAULTS = (
     Fault("a window planned with a mask where the kernel skips", "planner/machine/kernels.py",
         "or op.masked_blocks or op.skips:", "or op.masked_blocks:",
         (f"{BACKENDS}::test_a_kernel_that_skips_takes_the_time_of_the_keys_that_are_seen",)),
-)  # fmt: skip
+)

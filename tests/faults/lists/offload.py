@@ -49,4 +49,4 @@ FAULTS = (
     Fault("a node's memory held against one rank's share", "titan/machine.py",
         "each_gib * ranks > available", "each_gib > available",
         (f"{UNIT}::test_a_host_with_too_little_memory_is_refused",)),
-)  # fmt: skip
+)

@@ -75,7 +75,7 @@ FAULTS = (
         "bytes_per_param=2 * size, axes=costs.updated_over", "bytes_per_param=2 * size, axes=()",
         (f"{COSTS}::test_state_in_bytes_a_parameter",)),
     Fault("communication of the wrong axis", "plugins/parallel/fsdp.py",
-        'axes=("dp_replicate",), collective="all_reduce"', 'axes=("dp_shard",), collective="all_reduce"',
+        'axes=("dp_replicate",),', 'axes=("dp_shard",),',
         (f"{COSTS}::test_zero_stages_gather_and_reduce_as_often_as_they_say",)),
     Fault("an all-reduce at the price of a reduce-scatter", "titan/contracts/base/collectives.py",
         '"all_reduce": 2.0', '"all_reduce": 1.0',
@@ -143,4 +143,4 @@ FAULTS = (
     Fault("memory without the reduction of the first layer's gradients", "planner/step/stage_memory.py",
         "        if self.stage.layers and self.stage.embeddings:\n", "        if False:\n",
         ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[pure, the first layer's sums]",)),
-)  # fmt: skip
+)

@@ -47,4 +47,4 @@ FAULTS = (
     Fault("batches of sends between workers counted for all ranks", f"{PROFILE}/trace.py",
         "return next(stages, layout.worker_axis)", 'return next(stages, "")',
         ("tests/unit/test_profile.py::test_the_axis_of_a_batch_is_found_by_facts",)),
-)  # fmt: skip
+)

@@ -63,4 +63,4 @@ FAULTS = (
     Fault("rows beyond the checkpoint kept on resume", "plugins/trackers/jsonl.py",
         "if _step_of(line) <= last]", "if _step_of(line) < math.inf]",
         ("tests/unit/test_trackers.py::test_resuming_drops_rows_beyond_the_checkpoint",)),
-)  # fmt: skip
+)

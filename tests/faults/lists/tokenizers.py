@@ -58,4 +58,4 @@ FAULTS = (
         'PUBLISHED.get(len(ranks)) if ranks.get(b"!") == 0 else None',
         'next(iter(PUBLISHED.values())) if ranks.get(b"!") == 0 else None',
         ("tests/unit/test_tokenizers.py::test_the_ranks_tell_the_family",)),
-)  # fmt: skip
+)

@@ -161,4 +161,4 @@ FAULTS = (
     Fault("checkpoints with the point that is trained in place of the mean", "titan/training/trainer.py",
         'with run.meter.beside("save"), weights_to_use(run.optimizer):', 'with run.meter.beside("save"):',
         ("tests/dist/test_optimizers.py::test_a_checkpoint_has_the_mean_and_a_run_goes_on_from_where_it_trains",)),
-)  # fmt: skip
+)

@@ -117,4 +117,4 @@ FAULTS = (
     Fault("workers that stop after steps of their own", "titan/training/pace.py",
         'if why and self._step >= last else ""', 'if why else ""',
         (f"{PACE}::test_workers_stop_after_the_last_step_that_one_has_promised",)),
-)  # fmt: skip
+)

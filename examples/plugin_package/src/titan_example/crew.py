@@ -45,7 +45,12 @@ class Crew(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """A float32 number per parameter, once per step."""
         summed = CollectiveCost(
-            axes=("crew",), collective="all_reduce", where="step", when="update", numel=1, itemsize=4,
+            axes=("crew",),
+            collective="all_reduce",
+            where="step",
+            when="update",
+            numel=1,
+            itemsize=4,
             per_parameter=True,
-        )  # fmt: skip
+        )
         return replace(costs, collectives=(*costs.collectives, summed))

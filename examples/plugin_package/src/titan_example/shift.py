@@ -77,18 +77,37 @@ class Shift(Model):
         products, table = 8 * c.dim * c.dim, c.vocab_size * c.dim
         hidden = SavedTensor(numel=4 * c.dim, region="tp_sharded")
         return ModelSpec(
-            n_layers=c.n_layers, dim=c.dim, ffn_dim=4 * c.dim,
-            n_heads=c.dim, n_kv_heads=c.dim, head_dim=0,  # no attention: any degree of tp divides the features
-            vocab_size=c.vocab_size, max_seq_len=c.max_seq_len, embeddings=("embed",), head=("norm", "output"),
+            n_layers=c.n_layers,
+            dim=c.dim,
+            ffn_dim=4 * c.dim,
+            n_heads=c.dim,
+            n_kv_heads=c.dim,
+            head_dim=0,  # no attention: any degree of tp divides the features
+            vocab_size=c.vocab_size,
+            max_seq_len=c.max_seq_len,
+            embeddings=("embed",),
+            head=("norm", "output"),
             whole_sequences="each layer looks one position back; set mesh.cp = 1",
             tensor={
-                "embed": "embedding", "layers.*.norm": "norm", "layers.*.mix": "gather", "layers.*.mix.up": "column",
-                "layers.*.mix.down": "row", "norm": "norm", "output": "head",
+                "embed": "embedding",
+                "layers.*.norm": "norm",
+                "layers.*.mix": "gather",
+                "layers.*.mix.up": "column",
+                "layers.*.mix.down": "row",
+                "norm": "norm",
+                "output": "head",
             },
-            init={"layers.*.norm.weight": ONES, "norm.weight": ONES, "*.weight": normal(0.02),
-                  "layers.*.mix.*.weight": normal(0.02)},
-            layer_params=products + c.dim, embedding_params=table, head_params=table + c.dim,
-            matmul_params_per_layer=products, head_matmul_params=table,
+            init={
+                "layers.*.norm.weight": ONES,
+                "norm.weight": ONES,
+                "*.weight": normal(0.02),
+                "layers.*.mix.*.weight": normal(0.02),
+            },
+            layer_params=products + c.dim,
+            embedding_params=table,
+            head_params=table + c.dim,
+            matmul_params_per_layer=products,
+            head_matmul_params=table,
             embedding_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=(
                 norm("norm", c.dim),
@@ -98,4 +117,4 @@ class Shift(Model):
                 residual(c.dim),
             ),
             head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, saved=c.dim)),
-        )  # fmt: skip
+        )
