@@ -220,7 +220,7 @@ class ParameterServer(Technique):
             ]
             self._slots = probed(build, [named[name] for name in share])
             workers, job = context.mesh.layout.degree("worker"), context.job
-            self._server = Server(masters, build, flat, workers, partial(_factor, job), context.mesh.spared)
+            self._server = Server(masters, build, flat, workers, job.lr_factor, context.mesh.spared)
         return OptimizerOnServers(optimizer, self._note)
 
     # --- the state ------------------------------------------------------------------------------------------------
@@ -369,11 +369,6 @@ class ParameterServer(Technique):
                     self._links.send(torch.tensor([DONE, 0, 0]), self._ranks[server], PUSH)
         if self._server is not None:
             self._server.close()
-
-
-def _factor(job: Job, step: int) -> float:
-    """Of the peak learning rates, at a step."""
-    return job.lr_schedule.factor(step, job.train.steps)
 
 
 def _flat(share: Mapping[str, Sequence[Tensor]]) -> Tensor:
