@@ -8,7 +8,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("titan", "plugins", "planner", "testing", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = (
+    "titan",
+    "plugins",
+    "planner",
+    "inference",
+    "testing",
+    "configs",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('wheel')"
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from tests.huggingface import plugin
 from tests.logits import logits_of
-from titan.commands import generate
 from titan.contracts import BuildContext, Delimiters, Model, ModelPart
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference import generation
 from titan.inference.cache import Cache, cores_of
+from titan.inference.commands import generate
 from titan.inference.generation import Sampling, Text, Words
 from titan.layers.attention import AttentionCore
 from titan.plugins.tokenizers.byte import END, Byte

@@ -30,9 +30,9 @@ def test_sums_over_replicas_come_before_those_within_one_and_before_all_who_look
     assert reducing([looks, slices, covers, wraps, looks_too]) == [covers, wraps, slices, looks, looks_too]
 
 
-def test_what_is_done_to_the_objective_is_undone_before_anyone_sees_a_gradient() -> None:
+def test_a_loss_is_unscaled_before_anyone_sees_a_gradient() -> None:
     looks, covers = _technique(phase="materialise"), _technique(phase="materialise", covers=("some",))
-    scales = _technique(phase="shard", objective=lambda self, objective: 2 * objective)
+    scales = _technique(phase="shard", loss_scale=lambda self: torch.ones(()))
     assert reducing([looks, covers, scales]) == [scales, covers, looks]
 
 

@@ -204,7 +204,7 @@ def _context(model: Gpt) -> BuildContext:
 
 def test_each_module_has_a_stream_of_its_own() -> None:
     context = _context(Gpt(GptConfig(**SIZES, dropout=0.5)))
-    [part] = phases.assemble(context)
+    [part] = phases.assemble(context).parts
     streams = {name: int(buffer) for name, buffer in part.module.named_buffers()}
     places = ["embed_dropout", *(f"layers.{i}.{half}_dropout" for i in range(2) for half in ("attn", "ffn"))]
     assert streams == {f"{name}.stream": name_seed(3, f"{name}.stream") for name in places}
@@ -216,7 +216,7 @@ def test_evaluation_is_that_of_the_model_without_dropout_and_transformers_is_tol
     logits = []
     for p in (0.0, 0.5):
         context = _context(Gpt(GptConfig(**SIZES, dropout=p)))
-        parts = phases.assemble(context)
+        parts = phases.assemble(context).parts
         with evaluating(parts):
             logits.append(parts[0].module(tokens, places))
         if p:

@@ -15,7 +15,7 @@ import pytest
 from tests.wheels import build
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("titan", "plugins", "planner", "testing")
+ROOMS = ("titan", "plugins", "planner", "inference", "testing")
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,7 @@ class Technique(Plugin):
 
         Called once per loaded job, each technique with the result of the one before. Change what stops being true of
         the model, such as tensor styles or initial values of buffers that the technique registers. Builds nothing.
+        Few do, but what a spec says wrongly is cut, drawn and predicted wrongly: no other hook could mend it.
         """
         return spec
 
