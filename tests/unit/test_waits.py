@@ -80,6 +80,7 @@ LISTED = {
         "_wait: connection.wait": "none while the ranks run; GRACE_S after one has failed",
         "_hear_ranks: self._told.poll": "0 s", "_hear_ranks: self._told.recv_bytes": "none: there is something",
         "_live: TCPStore": "none: it serves", "_connect: TCPStore": "ANSWER_S, as `Expendable.lose` asks",
+        "_connect: socket.create_connection": "the same",
     },
     "titan/ranks/meeting/caller.py": {"read: self.link.recv": "none: it does not block; HELLO_S in `Gathering._look`"},
     "titan/ranks/meeting/rendezvous.py": {

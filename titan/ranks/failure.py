@@ -216,7 +216,7 @@ class Expendable:
         if not ranks:
             return True
         if self._store is None and self._reach is not None:
-            with contextlib.suppress(RuntimeError, TimeoutError):
+            with contextlib.suppress(RuntimeError, OSError):  # node 0 serves no store any more, or does not answer
                 self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
             self._reach = None
         self._look()

@@ -285,6 +285,7 @@ class RankProcesses:
 
 
 def _connect(host: str, port: int, limit_s: float) -> Store:
+    socket.create_connection((host, port), timeout=limit_s).close()  # a TCPStore would try again, and write a trace
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
 
 
