@@ -46,6 +46,8 @@ def _built(words: list[str], rank: int) -> build.Run:
     log.set_up(rank)
     for sentence in said_of(path, overrides):
         log.log.info(sentence)
+    if job.run.sample_prompt and trainer_api(INFERENCE) is None:  # now, and not when all is done
+        log.log.warning(f"{INFERENCE} is not installed, which would continue run.sample_prompt; install titan again")
     job = foresight.settled(job, me)
     run = build.build(job, me, foresight.predictor(job, me))
     try:

@@ -17,6 +17,7 @@ from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.config import load_job
 from titan.contracts.base.mesh import Mesh
+from titan.errors import PluginError
 from titan.ranks.meeting.signals import listening
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
@@ -43,7 +44,10 @@ def _summed_by_those_that_remain() -> tuple[int, int, list[int], float]:
     mesh_of_run, rank = Mesh(layout, torch.device("cpu"), dist.get_rank()), dist.get_rank()
     if rank >= 4:
         return (-1, -1, [], 0.0)
-    ranks = mesh_of_run.lose([2])
+    mesh_of_run.spare([2])
+    with pytest.raises(PluginError, match="worker 0 cannot be spared: must be workers from 1 to 2"):
+        mesh_of_run.spare([0])
+    ranks = mesh_of_run.lose(mesh_of_run.spared)
     total = mesh_of_run.sum(torch.tensor([float(rank)]), "own").item()
     return mesh_of_run.worker, mesh_of_run.workers, ranks, total
 

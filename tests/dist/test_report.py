@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -131,6 +132,10 @@ def test_the_launcher_knows_of_what_has_been_printed() -> None:
     assert run_ranks(_led, 1, [], init=False) == [None], "a stack trace; the log has what went before it"
 
 
+def _refused() -> NoReturn:
+    raise ConnectionRefusedError
+
+
 def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
     """Of whole workers, once all have begun; also told by another node when nobody serves the store any more."""
     store, runs = HashStore(), failure.Expendable()
@@ -150,5 +155,13 @@ def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
         "warning: rank 2 was killed; the run goes on without its worker, ranks 2, 3",
         "warning: rank 9 was killed; the run goes on without its worker, ranks 8, 9",
     ]
+    asked = []
+    runs.start(None, lambda limit_s: asked.append(limit_s) or _refused())
+    runs.connect()
+    runs.connect()
+    assert len(asked) == 1 and not runs.lose([2], "rank 2 was killed"), "another node serves no store any more"
+    runs.start(None, lambda limit_s: store)
+    runs.connect()
+    assert 2 in runs and 0 not in runs
     runs.start(HashStore())
     assert not runs.lost and not runs.lose([2], "rank 2 was killed")

@@ -77,6 +77,7 @@ LISTED = {
     "titan/ranks/preemption.py": {"due: self._asked.wait": GROUP},
     "titan/ranks/process.py": {"assemble: store.get": STORE, "_compare: store.get": STORE},
     "titan/ranks/rank_processes.py": {
+        "_wait: self.expendable.connect": "ANSWER_S",
         "_wait: connection.wait": "none while the ranks run; GRACE_S after one has failed",
         "_hear_ranks: self._told.poll": "0 s", "_hear_ranks: self._told.recv_bytes": "none: there is something",
         "_live: TCPStore": "none: it serves", "_connect: TCPStore": "ANSWER_S, as `Expendable.lose` asks",

@@ -1,7 +1,8 @@
 """Techniques: everything that changes how a model is trained. Their phases, their hooks, and what hooks are given.
 
 Hooks of a training run, in the order in which they are called. Unless a hook says otherwise, every rank calls it at the
-same point, so a collective over any group of `context.mesh` is allowed:
+same point, so a collective over any group of `context.mesh` is allowed. Where workers keep their own pace, its
+reductions reach no other worker until all meet:
 
 plan    once per process that loads the job   check, facts, spec, precision: no process group, tensors or collectives
         `titan plan`, search, tune            cost, no_effect: likewise
@@ -258,7 +259,8 @@ class Technique(Plugin):
 
         Called once, after the last phase; change the tensor in place, between steps, alike on all ranks of a worker.
         Divide the gradients by it in `after_backward`; logged losses are without it. While it is above 1, a step that
-        is not finite does not end the run, whatever `train.non_finite` is: the update is skipped and counted.
+        is not finite does not end the run, whatever `train.non_finite` is: the update is skipped and counted. So lower
+        it after each skipped update, down to 1.
         For gradients in float16 alone: the host has to know, as it divides the loss by tokens and judges the step.
         """
         return None

@@ -199,11 +199,22 @@ class Expendable:
         """All ranks start, again perhaps.
 
         store: where ranks tell that they have begun, and how they fail; None: another node serves it.
-        reach: connects to it within so many seconds, as soon as a rank here has died.
+        reach: connects to it within so many seconds; see `connect`.
         """
         self._store, self._reach = store, reach
         self._worker_of.clear()
         self.lost.clear()
+
+    def connect(self) -> None:
+        """A rank here has ended: connect to a store that another node serves, to know whom the run may lose. Without an
+        answer the next rank that ends asks again, unless nobody listens there any more."""
+        if self._store is None and self._reach is not None:
+            try:
+                self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
+            except ConnectionRefusedError:
+                self._reach = None
+            except (RuntimeError, OSError) as error:
+                log.log.debug(f"the store of node 0 does not answer: {error}")
 
     def stop(self) -> None:
         """Nobody serves the store any more. Who may be lost is remembered: other nodes may tell of losses later."""
@@ -215,10 +226,6 @@ class Expendable:
         ranks = set(ranks) - self.lost
         if not ranks:
             return True
-        if self._store is None and self._reach is not None:
-            with contextlib.suppress(RuntimeError, OSError):  # node 0 serves no store any more, or does not answer
-                self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
-            self._reach = None
         self._look()
         kinds = {self._kind_of(rank) for rank in ranks}
         if not ranks <= self._worker_of.keys() or {DECIDED, STOPPED} & kinds:

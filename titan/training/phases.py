@@ -104,6 +104,9 @@ def assemble(
         for technique in (each for each in context.techniques if each.phase == phase):
             if phase == "split":
                 engine = technique.split(model, context) or engine
+                if not hasattr(engine, "parts"):
+                    what = f"split() returned {type(engine).__name__}, which has no parts; return an Engine, or None"
+                    raise PluginError(f"{label(type(technique))}: {what}")
             else:
                 for part in engine.parts:
                     technique.apply(part, context)

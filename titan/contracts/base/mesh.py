@@ -147,7 +147,7 @@ class Mesh:
         if wrong := [worker for worker in workers if worker not in range(1, self.layout.workers)]:
             what = f"must be workers from 1 to {self.layout.workers - 1}, as the others need the first"
             raise PluginError(f"worker {wrong[0]} cannot be spared: {what}")
-        self._spared = tuple(sorted(workers))
+        self._spared = tuple(sorted({*self._spared, *workers}))
 
     def lose(self, workers: Collection[int]) -> list[int]:
         """Go on without workers (places along their axis) whose ranks are gone; returns the ranks that remain.
