@@ -32,6 +32,7 @@ pip=("$python" -m pip)
 "$python" -m pip --version >/dev/null 2>&1 || pip=(python3 -m pip)
 
 rm -f -- "$folder"/wheels/*.whl
+rm -rf -- "$root"/build/lib # setuptools would pack what has moved away too
 "${pip[@]}" wheel -q --no-deps --wheel-dir "$folder/wheels" "$root"
 platforms=()
 for glibc in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014; do

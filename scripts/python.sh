@@ -19,7 +19,7 @@ fail() {
 # Whether a Python has titan, and pytest where the extra dev is asked for. Safe path: not the titan that lies in the
 # working directory.
 has_titan() {
-    local modules=(titan.plugins titan.planner titan.inference titan.testing titan.configs)
+    local modules=(titan.plugins titan.planner titan.inference titan.testing titan.configs tomlkit)
     [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest xdist ruff mypy)
     PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
 import sys

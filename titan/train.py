@@ -18,7 +18,7 @@ from titan.training import build, foresight, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
 
-INFERENCE = "titan.inference"
+_inference = trainer_api("titan.inference")  # before ranks are forked, and not when all is done
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +46,8 @@ def _built(words: list[str], rank: int) -> build.Run:
     log.set_up(rank)
     for sentence in said_of(path, overrides):
         log.log.info(sentence)
-    if job.run.sample_prompt and trainer_api(INFERENCE) is None:  # now, and not when all is done
-        log.log.warning(f"{INFERENCE} is not installed, which would continue run.sample_prompt; install titan again")
+    if job.run.sample_prompt and _inference is None:
+        log.log.warning("titan.inference is not installed, which would continue run.sample_prompt; install titan again")
     job = foresight.settled(job, me)
     run = build.build(job, me, foresight.predictor(job, me))
     try:
@@ -67,9 +67,9 @@ def _run(run: build.Run) -> int:
     if first == run.step:
         what = f"nothing is left to do: the run is at step {first}, and train.steps = {job.train.steps}"
         log.log.info(f"{what}; to train on, set train.steps above {first}")
-    elif job.run.sample_prompt and not asked and (inference := trainer_api(INFERENCE)):
+    elif job.run.sample_prompt and not asked and _inference:
         with weights_to_use(run.optimizer):
-            text = inference.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
+            text = _inference.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
@@ -121,7 +121,7 @@ def _part(run: build.Run) -> None:
         log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None and complete(run.checkpointer.folder):
         log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
-        for what, command in (inference.commands(job) if (inference := trainer_api(INFERENCE)) else {}).items():
+        for what, command in (_inference.commands(job) if _inference else {}).items():
             log.log.info(f"{what:<12} {command}")
 
 

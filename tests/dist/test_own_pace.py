@@ -30,8 +30,9 @@ BATCH = ("--train.global_batch_size", "6")
 @pytest.mark.parametrize(("ranks", "words"), [(2, mesh(stroller=2)), swept_case((4, mesh(stroller=2, dp_shard=2)))])
 def test_nothing_joins_workers_between_meetings(ranks: int, words: list[str], tmp_path: Path) -> None:
     """The first does four steps, with a row of each, before the second begins; both meet at a save and at the end."""
-    run = train_job(tmp_path, ranks, *GUESTS, *SAVING, *words, STROLL, "4", "--train.steps", "6")
-    assert sorted(run.rows) == [1, 2, 3, 4, 5, 6]
+    measuring = ("--plugins.tally.enabled", "true")
+    run = train_job(tmp_path, ranks, *GUESTS, *SAVING, *words, *measuring, STROLL, "4", "--train.steps", "6")
+    assert sorted(run.rows) == [1, 2, 3, 4, 5, 6] and {row["layers"] for row in run.rows.values()} == {2}
     assert all("loss_stroller_0" not in row for row in run.rows.values())
     for step in (4, 6):
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08}"

@@ -207,14 +207,13 @@ class Expendable:
 
     def connect(self) -> None:
         """A rank here has ended: connect to a store that another node serves, to know whom the run may lose. Without an
-        answer the next rank that ends asks again, unless nobody listens there any more."""
+        answer the run loses nobody."""
         if self._store is None and self._reach is not None:
             try:
                 self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
-            except ConnectionRefusedError:
-                self._reach = None
             except (RuntimeError, OSError) as error:
                 log.log.debug(f"the store of node 0 does not answer: {error}")
+            self._reach = None
 
     def stop(self) -> None:
         """Nobody serves the store any more. Who may be lost is remembered: other nodes may tell of losses later."""
@@ -227,7 +226,7 @@ class Expendable:
         if not ranks:
             return True
         self._look()
-        kinds = {self._kind_of(rank) for rank in ranks}
+        kinds = {self._ask(partial(_get, fact=f"kind {rank}"), "") for rank in ranks}
         if not ranks <= self._worker_of.keys() or {DECIDED, STOPPED} & kinds:
             return False
         for worker in {self._worker_of[rank] for rank in ranks}:
@@ -235,19 +234,22 @@ class Expendable:
             if FOLLOWS not in kinds:
                 named = f"rank{'s' if len(worker) > 1 else ''} {', '.join(map(str, sorted(worker)))}"
                 say(f"warning: {cause}; the run goes on without its worker, {named}")
-        with contextlib.suppress(RuntimeError):
-            if self._store is not None and first(self._store) in self.lost:  # what fails now is not for want of them
-                _facts(self._store).delete_key(_FIRST)
+        if self._ask(first, None) in self.lost:  # what fails now is not for want of them
+            self._ask(lambda store: _facts(store).delete_key(_FIRST), False)
         return True
 
     def _look(self) -> None:
         """Who may be lost, as soon as all ranks have begun."""
-        if self._store is not None and not self._worker_of:
-            with contextlib.suppress(RuntimeError):
-                workers = map(frozenset, json.loads(_get(self._store, "begun") or "[]"))
-                self._worker_of = {rank: worker for worker in workers for rank in worker}
+        if not self._worker_of:
+            workers = map(frozenset, json.loads(self._ask(partial(_get, fact="begun"), "") or "[]"))
+            self._worker_of = {rank: worker for worker in workers for rank in worker}
 
-    def _kind_of(self, rank: int) -> str:
-        with contextlib.suppress(RuntimeError):
-            return "" if self._store is None else _get(self._store, f"kind {rank}")
-        return ""
+    def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
+        """The store's answer; `otherwise` where there is none in time: a node without power would answer never."""
+        if self._store is None:
+            return otherwise
+        try:
+            return in_time(partial(question, self._store), ANSWER_S)
+        except (RuntimeError, OSError):
+            self._store = None
+            return otherwise

@@ -223,7 +223,7 @@ class RankProcesses:
                         os.kill(process.pid, signal.SIGQUIT)
                     _still_there({rank: process}, STACKS_S)
                 break
-            if not running.keys().isdisjoint(ready):
+            if not (lost or running.keys().isdisjoint(ready)):
                 self.expendable.connect()
             for handle in sorted(ready, key=lambda handle: running.get(handle, -1) in self.expendable):
                 if handle in links:

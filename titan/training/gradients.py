@@ -123,7 +123,7 @@ class NonfiniteGuard:
     ) -> tuple[Tensor, Tensor]:
         """Judge a step before its update, by this rank's share of the loss and its view of the gradient norm.
 
-        expected: `Technique.overflow_expected` of the techniques. If any is true, a bad step is not one in a row.
+        expected: whether a loss scale is above 1, of each. If any is, a bad step is not one in a row.
 
         Returns both for the whole model, NaN where any rank had no finite number: so all judge alike, also when no
         reduction has spread it.

@@ -223,7 +223,8 @@ class Measures:
         """Axes along which the values of a sum are taken as equal -> a fact with which they would be summed."""
         layout = self._mesh.layout
         summed = layout.axes_of(*self._measures[name].over)
-        others = [axis for axis in layout.dimensions if layout.degrees[axis.name] > 1 and axis.name not in summed]
+        alone = (*summed, layout.worker_axis) if self._mesh.apart else summed  # no other worker's values are here
+        others = [axis for axis in layout.dimensions if layout.degrees[axis.name] > 1 and axis.name not in alone]
         return {axis.name: axis.weights if axis.data in (None, "same") else axis.data for axis in others}
 
     def _given(self, plugin: Measuring, arguments: tuple[nn.Module, ...]) -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,6 @@ class OwnPace(Together):
         self._meetings = 0
 
     def begin(self, step: int) -> Preemption:
-        """Training begins; from now on workers may be lost."""
         store = dist.distributed_c10d._get_default_store()
         if self._context.mesh.rank == 0 and self._ranks_of:
             failure.begin(store, self._ranks_of)
@@ -128,7 +127,6 @@ class PacedPreemption(Preemption):
         self._share()
 
     def due(self) -> str:
-        """After the step: what asks the run to stop, after the same step on all workers; empty to go on."""
         assert self._asked is not None
         self._asked.wait()
         self._reason, last, why = self._shared.tolist()
