@@ -1,11 +1,14 @@
 """Cross-entropy on whole logits: values, gradients, memory, refusals; what a step counts as tokens; clipping."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import IGNORE, Batch, ModelPart, Technique
+from titan.errors import PluginError
 from titan.layers.experts import SideLoss
 from titan.plugins.losses import cross_entropy
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
@@ -138,16 +141,23 @@ def test_the_factor_of_a_fused_update_is_what_clipping_divides_by() -> None:
     assert torch.equal(*weights) and not torch.equal(weights[0], torch.ones(1, 1000))
 
 
-def _scaling(scale: float) -> Technique:
+def _scaling(scale: Any) -> Technique:
     """A technique with this scale."""
-    made: Technique = type("Scaling", (Technique,), {"loss_scale": lambda self: torch.tensor(scale)})(None)
+    made: Technique = type("Scaling", (Technique,), {"name": "scaling", "loss_scale": lambda self: scale})(None)
     return made
 
 
 def test_techniques_scale_the_objective_and_that_of_side_losses_too() -> None:
-    loss = StepLoss(CrossEntropy(Config()), torch.device("cpu"), [_scaling(2), Technique(None), _scaling(3)])
+    loss = StepLoss(
+        CrossEntropy(Config()),
+        torch.device("cpu"),
+        [_scaling(torch.tensor(2.0)), Technique(None), _scaling(torch.tensor(3.0))],
+    )
     weight = torch.tensor(2.0, requires_grad=True)
     assert loss.scaled(weight).item() == 12
+    for wrong in (4.0, torch.tensor([4.0]), torch.tensor(4)):
+        with pytest.raises(PluginError, match=r"loss_scale\(\) returned .*; required: a float32 scalar"):
+            StepLoss(CrossEntropy(Config()), torch.device("cpu"), [_scaling(wrong)])
     side = SideLoss()
     side.share, side.scaled = 0.25, loss.scaled
     side(weight * 5, weight.square()).backward()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titan.contracts import IGNORE, Batch, Engine, Loss, ModelPart, Projection, Technique
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.plugin.conformance import label
 from titan.errors import PluginError
 
 
@@ -130,7 +131,7 @@ class StepLoss:
 
     def __init__(self, loss: Loss, device: torch.device, techniques: Sequence[Technique] = ()) -> None:
         self._loss = loss
-        self.scales = [scale for technique in techniques if (scale := technique.loss_scale()) is not None]
+        self.scales = [scale for technique in techniques if (scale := _scale_of(technique)) is not None]
         self.reported = torch.zeros((), device=device)
         self._tokens = torch.ones((), device=device)
         self._labels: Tensor | None = None
@@ -168,6 +169,13 @@ class StepLoss:
         for scale in self.scales:
             objective = objective * scale
         return objective
+
+
+def _scale_of(technique: Technique) -> Tensor | None:
+    scale = technique.loss_scale()
+    if scale is not None and not (isinstance(scale, Tensor) and scale.dtype == torch.float32 and not scale.ndim):
+        raise PluginError(f"{label(type(technique))}: loss_scale() returned {scale!r}; required: a float32 scalar")
+    return scale
 
 
 def valid_tokens(batches: Sequence[Batch]) -> Tensor:

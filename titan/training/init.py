@@ -45,7 +45,6 @@ def _fill(tensor: Tensor, how: Init, seed: int, name: str, device: torch.device 
 
 
 def _own(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor."""
     return slice_of(whole, like) if isinstance(like, DTensor) else whole
 
 

@@ -105,8 +105,7 @@ def assemble(
             if phase == "split":
                 engine = technique.split(model, context) or engine
                 if not hasattr(engine, "parts"):
-                    what = f"split() returned {type(engine).__name__}, which has no parts; return an Engine, or None"
-                    raise PluginError(f"{label(type(technique))}: {what}")
+                    raise PluginError(f"{label(type(technique))}: split() returned {engine!r}, which is no Engine")
             else:
                 for part in engine.parts:
                     technique.apply(part, context)

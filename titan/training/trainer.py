@@ -150,7 +150,6 @@ def _seeded(batch: Batch, run: Core) -> Batch:
 
 
 def _tokens(run: Core) -> int:
-    """Of a step of the workers that are there."""
     return run.job.tokens_per_step // run.job.layout.workers * run.context.mesh.workers
 
 

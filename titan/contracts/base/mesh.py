@@ -35,7 +35,7 @@ class Mesh:
         self._folds: dict[str, DeviceMesh] = {}
         self._there = list(range(layout.workers))
         self._remaining: dist.ProcessGroup | None = None
-        self._spared: tuple[int, ...] = ()
+        self.spared: tuple[int, ...] = ()  # workers that may die without ending the run; see `spare`
         self.apart = False  # workers keep their own pace, and have not met: no reduction reaches another one
         if names:
             shape = tuple(degrees[name] for name in names)
@@ -133,11 +133,6 @@ class Mesh:
         """This rank's worker, counted among those that are there, from 0."""
         return self._there.index(self.at(self.layout.worker_axis))
 
-    @property
-    def spared(self) -> tuple[int, ...]:
-        """Workers that may die without ending the run, where workers keep their own pace; see `spare`."""
-        return self._spared
-
     def spare(self, workers: Collection[int]) -> None:
         """Say, before training begins, which workers (places along their axis) may die without ending the run.
 
@@ -145,9 +140,9 @@ class Mesh:
             PluginError: there is no such worker, or it is the first one, which the others need.
         """
         if wrong := [worker for worker in workers if worker not in range(1, self.layout.workers)]:
-            what = f"must be workers from 1 to {self.layout.workers - 1}, as the others need the first"
-            raise PluginError(f"worker {wrong[0]} cannot be spared: {what}")
-        self._spared = tuple(sorted({*self._spared, *workers}))
+            why = f"there are {self.layout.workers}, from 0, and the others need the first"
+            raise PluginError(f"Mesh.spare: worker {wrong[0]} cannot be spared: {why}")
+        self.spared = tuple(sorted({*self.spared, *workers}))
 
     def lose(self, workers: Collection[int]) -> list[int]:
         """Go on without workers (places along their axis) whose ranks are gone; returns the ranks that remain.
