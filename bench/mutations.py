@@ -28,7 +28,7 @@ from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST
 from titan.contracts import ModelPart
-from titan.errors import CheckpointError
+from titan.errors import EXIT_WRONG_INPUT, CheckpointError
 
 SECONDS = 20
 """Limit of CPU seconds per child, and half the limit of wall time; a load takes milliseconds."""
@@ -108,14 +108,14 @@ def mutate(data: bytes, draw: random.Random) -> tuple[str, bytes]:
     elif kind == "zero":
         changed[at : at + size] = bytes(size)
     else:
-        changed[at] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, *b".()R\x81\x93crib"))
+        changed[at] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, *b'"[]{},:0-e'))
     return kind, bytes(changed)
 
 
 def mutations(sound: Path, work: Path, count: int, seed: int) -> Iterator[tuple[dict[str, Any], Path]]:
     """Yield `count` mutated copies of a checkpoint: (file, kind and manifest of the mutation; folder of the copy)."""
     draw = random.Random(seed)
-    names = sorted(file.name for file in sound.iterdir())
+    names = manifest.names_in(sound)
     while count:
         name = draw.choice(names)
         data = (sound / name).read_bytes()
@@ -167,10 +167,10 @@ def _act(act: Callable[[], object], tell: int) -> int:
     try:
         act()
     except CheckpointError as error:
-        os.write(tell, str(error).encode()[:4000])
-        return REFUSED
+        os.write(tell, str(error).encode(errors="replace")[:4000])
+        return REFUSED if error.exit_code == EXIT_WRONG_INPUT else OTHER
     except BaseException as error:
-        os.write(tell, f"{type(error).__name__}: {error}".encode()[:4000])
+        os.write(tell, f"{type(error).__name__}: {error}".encode(errors="replace")[:4000])
         return OTHER
     return LOADED
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +16,23 @@ from torch import Tensor
 from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.index import MODEL
-from titan.checkpoint.disk.tensor_files import WEIGHTS, Planned, write_file, write_tensors
-from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_of, shape_in_hf, shapes_of
+from titan.checkpoint.huggingface import HfWeights, check_config, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
-from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
+from titan.checkpoint.weights import refuse_technique
 from titan.config import Job
-from titan.contracts import Model, Tokenizer
+from titan.contracts import Model
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
-from titan.errors import CheckpointError, ConfigError, DataError, by_errno
-from titan.log import log
+from titan.errors import CheckpointError, ConfigError, by_errno
+from titan.inference.load_model import is_trained
 from titan.paths import refuse_lfs_pointer
 
-Table = Mapping[str, Any]
-Content = bytes | Table  # of a file: bytes, or a JSON value
-
 MOST_BYTES = 50 << 20  # of a file that is carried over
-GENERATION = "generation_config.json"
+_SUFFIXES = "safetensors safetensors.index.json bin bin.index.json pt pth gguf h5 msgpack onnx onnx_data"
+WEIGHTS = [f"*.{suffix}" for suffix in _SUFFIXES.split()]
+"""Names of files with weights, or the index of such files, in any format."""
 
 
 class Weights(Protocol):
@@ -54,7 +51,7 @@ class _SavedWeights:
     def __init__(self, path: Path, model: Model, technique: str) -> None:
         self.shapes = shapes_of(model)
         self._ranks = Ranks(0, 1)
-        self._saved = Saved.open(path, self._ranks).with_weights_of(technique)
+        self._saved = Saved.named(path, self._ranks).with_weights_of(technique)
         wanted = {MODEL + name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         check_weights(self._saved, wanted, self._ranks)
 
@@ -76,123 +73,53 @@ def open_weights(path: Path, model: Model, technique: str = "") -> Weights:
     return HfWeights(path, model)
 
 
-def write_hf(
-    to: Path,
-    weights: Weights,
-    model: Model,
-    tokenizer: Tokenizer,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    progress: Callable[[], object],
-    source: Path | None = None,
-) -> list[str]:
-    """Write a folder that transformers loads: safetensors, config.json and what the tokenizer has.
-
-    dtype: of all tensors; None keeps what they are stored in.  progress: called when a tensor of ours has been read.
-    source: the folder of the weights. Of one of Hugging Face's all other small files are carried over; returns the
-    names of those that are not.
-    Raises CheckpointError: something cannot be read or written.
-    Raises ConfigError: transformers has no such model, or the tokenizer is another model's.
-    """
-    config = model.hf_config()
-    if config is None:
-        raise ConfigError(
-            f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
-        )
-    needed, rows = tokenizer.min_vocab_size, model.spec().vocab_size
-    sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
-    if tokenizer.end < rows < needed:
-        log.warning(f"[tokenizer] {tokenizer.name!r}: {sizes}; texts with the others have no row")
-    elif needed > rows:
-        raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
-    tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
-    types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
-    planned = {name: Planned(shape_in_hf(one, weights.shapes), types[name]) for name, one in tensors.items()}
-
-    stack: dict[str, Tensor] = {}  # at most one, the last that was read: its elements are asked for in turn
-
-    def read(ours: str) -> Tensor:
-        progress()
-        return weights.read(ours)
-
-    def value(name: str) -> Tensor:
-        tensor = tensors[name]
-        first = tensor.ours[0]
-        if first not in stack:
-            stack.clear()
-        if tensor.element is None:
-            return joined(tensor, [read(ours).to(types[name]) for ours in tensor.ours])
-        if not stack:
-            stack[first] = read(first)
-        return joined(tensor, [stack[first][tensor.element].to(types[name])])
-
-    stops = tokenizer.delimiters.stops
-    ids = {"bos_token_id": None, "eos_token_id": stops[0] if len(stops) == 1 else list(stops)}
-    files, left = _companions(source, model, {**config, **ids}, tokenizer, list(types.values()))
-    with _made_aside(to) as folder:
-        write_tensors(folder, planned, value, shard_bytes)
-        for name, content in files.items():
-            write_file(folder / name, content)
-    return left
-
-
 def write_checkpoint(
-    to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Callable[[], object], source: Path
+    to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Callable[[], object], source: Path | None
 ) -> list[str]:
     """Write a folder with the checkpoint of step 0 of a job, without optimizer state; otherwise as `write_hf`."""
-    types = {name: dtype or weights.dtype(name) for name in weights.shapes}
-    tensors = {
-        MODEL + name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in weights.shapes.items()
-    }
-
-    def value(name: str) -> Tensor:
-        tensor = weights.read(name.removeprefix(MODEL)).to(tensors[name].dtype).contiguous()
-        progress()
-        return tensor
-
+    tensors, value = _as_written(weights, dtype, progress, MODEL)
     known, copies = identify(job.tokenizer)
-    rest = {"config": dict(job.table), "step": 0, "tokenizer": known, "trained": is_trained(source)}
+    trained = source is not None and is_trained(source)
+    rest = {"config": dict(job.table), "step": 0, "tokenizer": known, "trained": trained}
     snapshot = Snapshot(tensors, _Made(value), {}, None, rest)
-    with _made_aside(to) as folder:
+    with made_aside(to) as folder:
         checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1, copies=copies)
         checkpointer.write(0, snapshot, time.perf_counter())
-    others, left = _beside(source)
+    others, left = beside(source)
     return sorted({*others, *left} - {*copies, folders.HF_CONFIG})
 
 
-def _companions(
-    source: Path | None, model: Model, config: Mapping[str, Any], tokenizer: Tokenizer, dtypes: Sequence[torch.dtype]
-) -> tuple[dict[str, Content], list[str]]:
-    """(files of a new folder beside its weights, names of those of the source that are left out). config: ours."""
-    carried, left = _beside(source)
-    passed_on = dict(tokenizer.hf_files() or {})
-    former = made_tokenizer(source) if source is not None else None
-    formers = former.files() if former is not None else {}
-    same = former is None or formers == tokenizer.files()
-    other = carried.keys() & formers.keys() - passed_on.keys() - {folders.HF_CONFIG}
-    files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
-    files |= passed_on
-    trained = source is not None and is_trained(source)
-    if trained and tokenizer.delimiters.before:
-        ids = ", ".join(map(str, tokenizer.delimiters.before))
-        log.warning(f"the weights were trained without the ids ({ids}) that transformers and lm-eval put before a text")
-    other_end = trained or not same
-    if not other_end and former is not None and former.config != tokenizer.config:
-        try:
-            other_end = former.end != tokenizer.end
-        except DataError:  # the former one does not say how documents end
-            other_end = True
-    ends = [tokenizer.end] if other_end else []
-    words = [str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -dtype.itemsize)]
-    published = carried.get(folders.HF_CONFIG, passed_on.get(folders.HF_CONFIG))
-    own = {**config, "torch_dtype": words[0]}  # the widest
-    files[folders.HF_CONFIG] = _config_json(published, own, model, words, ends, same)
-    if trained and GENERATION in files:
-        files[GENERATION] = _ending(files[GENERATION], ends)
-    return files, sorted({*left, *other})
+def write_dcp(
+    to: Path, weights: Weights, dtype: torch.dtype | None, progress: Callable[[], object], source: Path | None
+) -> list[str]:
+    """Write a folder in PyTorch's default format, of weights alone under the model's names; otherwise as `write_hf`."""
+    from titan.inference import dcp
+
+    tensors, value = _as_written(weights, dtype, progress)
+    with made_aside(to) as folder:
+        dcp.write(folder, tensors, value)
+    others, left = beside(source)
+    return sorted({*others, *left})
 
 
-def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
+def _as_written(
+    weights: Weights, dtype: torch.dtype | None, progress: Callable[[], object], prefix: str = ""
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """(each tensor on the meta device in the type to write, by its name behind a prefix; what reads one of them)."""
+    tensors = {
+        prefix + name: torch.empty(shape, dtype=dtype or weights.dtype(name), device="meta")
+        for name, shape in weights.shapes.items()
+    }
+
+    def value(name: str) -> Tensor:
+        tensor = weights.read(name.removeprefix(prefix)).to(tensors[name].dtype).contiguous()
+        progress()
+        return tensor
+
+    return tensors, value
+
+
+def beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
     """Of a Hugging Face folder, the small files that are no weights, and the names of the others; else nothing."""
     if source is None or not folders.is_hf(source):
         return {}, []
@@ -211,43 +138,6 @@ def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
     return small, sorted(others)
 
 
-def _config_json(
-    published: Content | None, ours: Table, model: Model, dtypes: Sequence[str], ends: Sequence[int], keep_ids: bool
-) -> Content:
-    """The published config.json if it is of this model, else ours. keep_ids: the tokenizer is the published one."""
-    theirs = {} if published is None else _table(published)
-    with_ids = theirs if keep_ids else ours
-    ids = {key: with_ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in with_ids}
-    about = _table(_ending({**(theirs if _is_of(theirs, model) else ours), **ids}, ends))
-    dtype = "dtype" if "dtype" in about else "torch_dtype"
-    if dtype in about and about[dtype] not in dtypes:
-        about[dtype] = ours["torch_dtype"]
-    return about if published is None or about != theirs else published
-
-
-def _ending(content: Content, ends: Sequence[int]) -> Content:
-    """A config.json or generation_config.json at whose end ids generation stops, with these among them."""
-    table = _table(content)
-    ids = table.get("eos_token_id")
-    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    every = [*(end for end in ends if end not in known), *known]
-    return content if every == known else {**table, "eos_token_id": every if len(every) > 1 else every[0]}
-
-
-def _is_of(config: Table, model: Model) -> bool:
-    """Whether a config.json says what ours says of a model."""
-    own = model.hf_config()
-    try:
-        theirs = model.from_hf(config)
-    except ConfigError:  # of another model, whose folder the tokenizer is from
-        return False
-    return own is not None and theirs is not None and theirs == model.from_hf(own)
-
-
-def _table(content: Content) -> dict[str, Any]:
-    return dict(json.loads(content) if isinstance(content, bytes) else content)
-
-
 class _Made(dict[str, Tensor]):
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         self._make = make
@@ -257,7 +147,7 @@ class _Made(dict[str, Tensor]):
 
 
 @contextmanager
-def _made_aside(to: Path) -> Iterator[Path]:
+def made_aside(to: Path) -> Iterator[Path]:
     """An empty folder that gets the name `to` when all went well, and is removed when not."""
     to = _new_folder(to)
     aside = folders.unfinished(to)

@@ -95,7 +95,7 @@ def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
     """
     tokenizer, rows = job.tokenizer, job.spec.vocab_size
     around = tokenizer.delimiters
-    if weights.is_trained(path):
+    if is_trained(path):
         around = around._replace(stops=tuple({*around.stops, tokenizer.end}))
         bos = bool(bos)
     if bos is False:
@@ -106,6 +106,12 @@ def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
         what = f"token id {highest} stands before or after texts, but the model's vocab_size is {rows}"
         raise ConfigError(f"[tokenizer] {tokenizer.name!r}: {what}; name an end that it has with --tokenizer.end")
     return around
+
+
+def is_trained(path: Path) -> bool:
+    """Whether titan has trained the weights of a folder. One of Hugging Face's does not say: it counts as published."""
+    rest = {} if is_hf(path) else weights.stored_rest(path)
+    return bool(rest.get("step") or rest.get("trained"))
 
 
 def missing_row(ids: Sequence[int], job: Job, owner: str) -> str:

@@ -1,9 +1,11 @@
 """Small models, their optimizers and checkpoints, of one process and of ranks on any layout; and what fails there."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan.checkpoint import Checkpointer
+from titan.checkpoint.disk.plan import Block, Table
 from titan.contracts import ModelPart
 
 
@@ -82,6 +85,16 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def table_of(*tensors: tuple[str, str, list[int], Box]) -> Table:
+    """What a rank holds: name, type, shape and the offsets and sizes of its part of each tensor."""
+    header = [[name, dtype, shape] for name, dtype, shape, _ in tensors]
+    numbers = [number for *_, box in tensors for part in box for number in part]
+    return (Block(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes()),)
 
 
 def flip(file: Path) -> None:

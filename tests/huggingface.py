@@ -14,7 +14,7 @@ from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
 from titan.contracts.base.parts import ModelPart
 from titan.contracts.plugin import registry
-from titan.inference import conversion
+from titan.inference import hf_export
 from titan.inference.load_model import open_job
 
 SCALED = dict(
@@ -81,7 +81,7 @@ def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_byte
     assert byte is not None
     drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
     assert isinstance(tokenizer, Tokenizer)
-    conversion.write_hf(to, drawn, model, tokenizer, None, shard_bytes, lambda: None)
+    hf_export.write_hf(to, drawn, model, tokenizer, None, shard_bytes, lambda: None)
     return drawn
 
 

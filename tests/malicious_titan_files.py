@@ -2,94 +2,144 @@
 
 import json
 import math
-import pickle
-import struct
 from collections.abc import Callable
 from typing import Any
 
-from tests.malicious_checkpoints import DATA, EVIL, NAME
+import torch
+from safetensors.torch import load, save
+
+from tests.malicious_checkpoints import HUGE, parted, with_header
+
+NAME = "model.out.weight"
+"""A weight of `bench.mutations`, F32 [3, 4]."""
+
+Arrays = dict[str, list[int]]
 
 
-def _index(change: Callable[[dict[str, Any], list[int]], object]) -> Callable[[bytes], bytes]:
-    """A change of the header and the numbers of a titan.index."""
+def index(change: Callable[[list[Any], Arrays], object]) -> Callable[[bytes], bytes]:
+    """A change of the entries and the arrays of a titan.index."""
 
     def changed(content: bytes) -> bytes:
-        end = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:end])
-        numbers = list(struct.unpack(f"<{(len(content) - end) // 8}q", content[end:]))
-        change(header, numbers)
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + struct.pack(f"<{len(numbers)}q", *numbers)
+        entries, sound = json.loads(parted(content)[0]["__metadata__"]["tensors"]), load(content)
+        arrays = {name: array.tolist() for name, array in sound.items()}
+        change(entries, arrays)
+        tensors = {name: torch.tensor(arrays[name], dtype=array.dtype) for name, array in sound.items()}
+        return bytes(save(tensors, {"tensors": json.dumps(entries)}))
 
     return changed
 
 
-def _entry(header: dict[str, Any]) -> list[Any]:
-    return next(entry for entry in header["tensors"] if entry[0] == NAME)
+def _told(text: str) -> Callable[[bytes], bytes]:
+    """A change of the text that names the tensors."""
+    return lambda content: save(load(content), {"tensors": text})
 
 
-def moved(start: int, length: int) -> Callable[[bytes], bytes]:
-    """A change of the first byte and the length of the only chunk of `NAME`."""
+def _array(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[bytes], bytes]:
+    """A change of an array."""
 
-    def change(header: dict[str, Any], numbers: list[int]) -> None:
-        counts = {entry[0]: math.prod(entry[3]) for entry in header["tensors"]}
-        chunks, number = sum(counts.values()), [*counts].index(NAME)
-        assert set(counts.values()) == {1}
-        numbers[number - 2 * chunks], numbers[number - chunks] = start, length
+    def changed(content: bytes) -> bytes:
+        arrays = load(content)
+        arrays[name] = change(arrays[name])
+        return bytes(save(arrays, parted(content)[0]["__metadata__"]))
 
-    return _index(change)
-
-
-def _all(numbers: list[int], part: int, value: int) -> None:
-    """Of every chunk: its file (0), first byte (1) or length (2). A model of one process has a chunk per tensor."""
-    chunks = len(numbers) // 4  # of each a cut too, or nearly: the last three columns end the file
-    columns = len(numbers) - 3 * chunks
-    numbers[columns + part * chunks : columns + (part + 1) * chunks] = [value] * chunks
+    return changed
 
 
-def _cut_beyond(header: dict[str, Any], numbers: list[int]) -> None:
-    """A vector of 2^40 whose steps, taken modulo 2^64, are small."""
-    whole, first = 1 << 40, (1 << 62) + (1 << 61)
-    entry, cuts = _entry(header), [0, first, 2 * first + whole - (1 << 64)]
-    former = header["tensors"][: header["tensors"].index(entry)]
-    at = sum(sum(one[3]) for one in former)
-    chunks = sum(math.prod(one[3]) for one in header["tensors"])
-    numbers[at : at + sum(entry[3])] = cuts
-    entry[2:] = [[whole], [len(cuts)]]
-    behind = len(numbers) - 3 * chunks + sum(math.prod(one[3]) for one in former) + 1
-    for part in (2, 1, 0):
-        numbers[behind + part * chunks : behind + part * chunks] = [0 if part == 0 else 1] * 2
+def _number(entries: list[Any]) -> int:
+    return next(number for number, entry in enumerate(entries) if entry[0] == NAME)
 
+
+def _set(**values: Any) -> Callable[[bytes], bytes]:
+    """A change of the entry of `NAME`."""
+    places = ("name", "dtype", "shape", "counts", "stacked")
+
+    def change(entries: list[Any], arrays: Arrays) -> None:
+        for place, value in values.items():
+            at = places.index(place)
+            entries[_number(entries)][at : at + 1] = [value]
+
+    return index(change)
+
+
+def _at(array: str, value: int) -> Callable[[bytes], bytes]:
+    """A change of what an array says of the only chunk of `NAME`."""
+    return index(lambda entries, arrays: arrays[array].__setitem__(_number(entries), value))
+
+
+def _cut(shape: list[int], *cuts: list[int]) -> Callable[[bytes], bytes]:
+    """A change of shape and cuts of `NAME`, all of whose chunks lie in one place."""
+
+    def change(entries: list[Any], arrays: Arrays) -> None:
+        number = _number(entries)
+        at, chunks = sum(sum(entry[3]) for entry in entries[:number]), math.prod(map(len, cuts))
+        arrays["cuts"][at : at + 2] = [offset for dim in cuts for offset in dim]
+        entries[number][2:] = [shape, [len(dim) for dim in cuts]]
+        for name in ("begins", "ranks"):
+            arrays[name][number : number + 1] *= chunks
+
+    return index(change)
+
+
+NOT_VALID, NO_SIZE = "titan.index is not a valid index of a checkpoint", "has a size that is none"
+ARRAYS = "its (cuts|begins|ranks) are no array of integers"
+WRONG = f"the entry of {NAME} is wrong"
+NOT_WHOLE = f"the chunks of {NAME} do not make it up"
+TOO_SMALL = "rank-00000.safetensors is smaller than the chunks that it is to hold"
 
 INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "nothing": (lambda content: b"", "not a valid index"),
-    "no header": (lambda content: content[:4], "not a valid index"),
-    "a header without end": (lambda content: b"\xff" * 8 + content[8:], "not a valid index"),
-    "a pickle": (lambda content: pickle.dumps(EVIL), "not a valid index"),
-    "numbers cut short": (lambda content: content[:-8], "numbers, not the"),
-    "half a number": (lambda content: content[:-3], "not a valid index"),
-    "more numbers": (lambda content: content + bytes(8), "numbers, not the"),
-    "a list as header": (lambda content: (2).to_bytes(8, "little") + b"[]", "not a valid index"),
-    "a deep header": (lambda content: (200_000).to_bytes(8, "little") + b"[" * 200_000, "not a valid index"),
-    "a foreign name": (_index(lambda h, n: _entry(h).__setitem__(0, "elsewhere")), "a tensor's name is none"),
-    "a name twice": (_index(lambda h, n: h["tensors"].append(_entry(h))), "entry is wrong"),
-    "an unknown dtype": (_index(lambda h, n: _entry(h).__setitem__(1, "torch.qint8")), "qint8"),
-    "a size that is text": (_index(lambda h, n: _entry(h).__setitem__(2, ["3", 4])), "is no number"),
-    "a negative size": (_index(lambda h, n: _entry(h).__setitem__(2, [-3, 4])), "is no number"),
-    "more dimensions": (_index(lambda h, n: _entry(h).__setitem__(2, [3, 4, 1])), "entry is wrong"),
-    "chunks without end": (_index(lambda h, n: _entry(h).__setitem__(3, [1 << 40, 1 << 40])), "numbers, not the"),
-    "a tensor of terabytes": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 20, 1 << 20])), "larger than its"),
-    "a tensor beyond memory": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 40, 1 << 40])), "beyond all memory"),
-    "a cut behind the end": (_index(lambda h, n: n.__setitem__(0, 5)), "do not make it up"),
-    "cuts that overflow": (_index(_cut_beyond), "do not make it up"),
-    "a file above": (_index(lambda h, n: h["files"].__setitem__(0, f"../{DATA}")), "which its manifest does not"),
-    "state.json as data": (_index(lambda h, n: h["files"].__setitem__(0, "state.json")), "which its manifest does not"),
-    "a file that is no text": (_index(lambda h, n: h["files"].__setitem__(0, 3)), "names no files"),
-    "no such file": (_index(lambda h, n: _all(n, 0, 7)), "in no file"),
-    "a file before the first": (_index(lambda h, n: _all(n, 0, -1)), "in no file"),
-    "a negative place": (_index(lambda h, n: _all(n, 1, -1)), "ends behind the end"),
-    "an end behind the end": (_index(lambda h, n: _all(n, 2, (1 << 63) - 1)), "ends behind the end"),
-    "bytes for all tensors": (_index(lambda h, n: _all(n, 1, 0)), "two chunks overlap"),
+    "no names": (lambda content: save(load(content)), NOT_VALID),
+    "no arrays": (lambda content: with_header({"__metadata__": parted(content)[0]["__metadata__"]}), ARRAYS),
+    "cuts that are fractions": (_array("cuts", torch.Tensor.double), ARRAYS),
+    "begins of 32 bits": (_array("begins", torch.Tensor.int), ARRAYS),
+    "ranks of 64 bits": (_array("ranks", torch.Tensor.long), ARRAYS),
+    "ranks of two dimensions": (_array("ranks", lambda array: array[None]), ARRAYS),
+    "cuts cut short": (_array("cuts", lambda array: array[:-1].clone()), "it has 17 cuts and 15 chunks, not the 18"),
+    "begins cut short": (_array("begins", lambda array: array[:-1].clone()), "cuts and 15 chunks, not the"),
+    "ranks cut short": (_array("ranks", lambda array: array[:-1].clone()), "cuts and 14 chunks, not the"),
+    "text that is no JSON": (_told("["), NOT_VALID),
+    "a deep list": (_told("[" * 200_000), NOT_VALID),
+    "a number of 10,000 digits": (_told(f"[{'1' * 10_000}]"), NOT_VALID),
+    "a table": (_told("{}"), "its header names no tensors"),
+    "an entry that is a number": (_told("[1]"), NOT_VALID),
+    "an entry too short": (_told('[["model.a"]]'), NOT_VALID),
+    "a foreign name": (_set(name="elsewhere"), "a tensor's name is none"),
+    "a name that is a number": (_set(name=3), "a tensor's name is none"),
+    "a name of two lines": (_set(name="model.a\nerror: b"), "a tensor's name is none"),
+    "a name that no encoding has": (_set(name="optimizer.out.weight.\ud800"), "a tensor's name is none"),
+    "a name without end": (_set(name="model." + "a" * 100_000), "a tensor's name is none"),
+    "a name twice": (_set(name="model.out.bias"), "the entry of model.out.bias is wrong"),
+    "an unknown type": (_set(dtype="Q8"), WRONG),
+    "a type that is a list": (_set(dtype=[]), NOT_VALID),
+    "a size that is text": (_set(shape=["3", 4]), NO_SIZE),
+    "a size that is true": (_set(shape=[True, 4]), NO_SIZE),
+    "a size that is no number": (_set(shape=[float("nan"), 4]), NO_SIZE),
+    "a negative size": (_set(shape=[-3, 4]), NO_SIZE),
+    "a size that overflows": (_set(shape=[1 << 70, 4]), NO_SIZE),
+    "counts whose product takes minutes": (_set(shape=[1] * 1000, counts=[10**4000] * 1000), NO_SIZE),
+    "more dimensions": (_set(shape=[3, 4, 1]), WRONG),
+    "100 dimensions": (_cut([1] * 100, *[[0]] * 100), NO_SIZE),
+    "no chunks": (_cut([3, 4], [], [0]), NO_SIZE),
+    "chunks without end, and then none": (_cut([HUGE, HUGE, 1], [*range(HUGE)], [*range(HUGE)], []), NO_SIZE),
+    "chunks without end": (_set(counts=[1 << 40, 1 << 40]), "chunks, not the"),
+    "10^12 entries": (_set(shape=[HUGE, HUGE]), TOO_SMALL),
+    "10^12 times nothing": (_set(shape=[HUGE, 0]), "titan.index differ in out.weight"),
+    "a tensor beyond memory": (_set(shape=[1 << 40, 1 << 40]), "beyond all memory"),
+    "nothing beyond memory": (_set(shape=[0, 1 << 59]), "beyond all memory"),
+    "another type": (_set(dtype="I32"), "titan.index differ in out.weight"),
+    "a cut behind the end": (_cut([3, 4], [0, 3], [0]), NOT_WHOLE),
+    "cuts that descend": (_cut([3, 4], [0, 2, 1], [0]), NOT_WHOLE),
+    "cuts that leave the first row out": (_cut([3, 4], [1], [0]), NOT_WHOLE),
+    "cuts that overflow": (_cut([1 << 40], [0, 3 << 61, (3 << 62) + (1 << 40) - (1 << 64)]), NOT_WHOLE),
+    "chunks of one name in one file": (_cut([3, 4], [0, 1], [0]), "titan.index differ in out.weight"),
+    "a negative rank": (_at("ranks", -1), "it names rank--0001.safetensors, which its manifest does not list"),
+    "a rank without end": (_at("ranks", (1 << 31) - 1), "rank-2147483647.safetensors, which its manifest does not"),
+    "an absent rank": (_at("ranks", 1), "it names rank-00001.safetensors, which its manifest does not list"),
+    "a negative place": (_at("begins", -1), TOO_SMALL),
+    "a place behind the end": (_at("begins", 1 << 20), TOO_SMALL),
+    "a place that overflows": (_at("begins", (1 << 63) - 1), TOO_SMALL),
+    "another tensor's place": (_at("begins", 0), "titan.index differ in out.weight"),
+    "stacked, but in one chunk": (_set(stacked=True), f"{NAME} is stacked, but not by rank"),
+    "stacked by a number": (_set(stacked=2), WRONG),
 }
 """Name -> (change of the bytes of titan.index, what is said)."""
 
@@ -113,9 +163,13 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "own keys that are numbers": (_rest(a={"$own": "rest.a", "keys": [1]}), r"has the key '\$own' at rest\.a,"),
     "own keys elsewhere": (_rest(a={"$own": "model.out", "keys": ["weight"]}), r"has the key '\$own' at rest\.a,"),
     "own keys that are not there": (_rest(a={"$own": "rest.a", "keys": ["b"]}), r"names rest\.a\.0\.b"),
+    "own keys of two lines": (_rest(a={"$own": "rest.a", "keys": ["b\nc"]}), r"names rest\.a\.0\.b"),
+    "a key of two lines": (_rest(**{"a\nb": {"$c": 1}}), r"has the key '\$c' at rest\.a"),
+    "a number's name of two lines": (lambda state: state["values"].update({"a\nb": {}}), "has no valid a"),
     "a hint at a class": (_rest(a={"$class": "os.system"}), r"the key '\$class'"),
     "nested deep": (_rest(a=_nested(100)), "nested more than 64 deep"),
     "a step that is text": (_rest(step="2"), "has no valid step"),
+    "a step that is true": (_rest(step=True), "has no valid step"),
     "tokens below zero": (_rest(tokens=-1), "has no valid tokens"),
     "tokens without end": (_rest(tokens=10**30), "has no valid tokens"),
     "tokens that are none": (_rest(tokens=float("nan")), "has no valid tokens"),
@@ -125,10 +179,13 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a config that is text": (_rest(config="x"), "has no valid config"),
     "a serial that is a list": (lambda state: state.update(serial=[]), "has no valid serial"),
     "a table as a number": (lambda state: state["values"].update({"out.weight.step": {}}), "out.weight.step"),
+    "an optimizer of two lines": (lambda state: state.update(optimizer="a\nb"), r"optimizer state of a\\nb, but"),
     "an optimizer that is a list": (lambda state: state.update(optimizer=["SGD"]), "has no valid optimizer"),
     "no rest": (lambda state: state.pop("rest"), "has no valid rest"),
-    "a format that is text": (lambda state: state.update(format="1"), "has format 1; this version"),
-    "another format": (lambda state: state.update(format=99), "has format 99; this version"),
+    "a format that is text": (lambda state: state.update(format="2"), "has format 2, but this version"),
+    "a format of two lines": (lambda state: state.update(format="2\nerror: "), r"has format 2\\nerror: , but"),
+    "a format that is true": (lambda state: state.update(format=True), "has format True, but this version"),
+    "another format": (lambda state: state.update(format=99), "has format 99, but this version"),
 }
 """Name -> (change of state.json, what is said)."""
 

@@ -3,8 +3,8 @@
     python -m bench.scale [--ranks 2048]
 
 Sockets and opens are counted on 8 ranks of this machine. Planning and loading a checkpoint are timed for a faked 65 B
-job on --ranks ranks: what rank 0 does, through titan's index and through DCP's planner. Takes about four minutes on two
-cores and 6 GB of memory. Prints each figure; writes all of them under bench/results.
+job on --ranks ranks: what rank 0 does, through titan's index and through PyTorch's DCP. Takes a few minutes on two
+cores. Prints each figure; writes all of them under bench/results.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     found = {
         "sockets": sockets.measure(SMALL),
         "shards": opens,
-        "checkpoint": {"ranks": ranks, **checkpoint.measure(ranks)},
+        "checkpoint": {"ranks": ranks, "fraction": checkpoint.FRACTION, **checkpoint.measure(ranks)},
     }
     print(json.dumps(found, indent=1))
     print(f"written: {results.write('scale', found)}")

@@ -1,35 +1,38 @@
-"""Planning and loading checkpoints of a faked job on 2,048 ranks, through titan's arrays and through DCP's planner.
+"""Planning and loading checkpoints of a faked job on 2,048 ranks, through titan's arrays and through PyTorch's DCP.
 
-The job is Llama 65B with pp 4, tp 8 and the rest in dp_shard: names, shapes and shards are those of such a job, and the
-data files are sparse. Nothing but rank 0's work is timed; what all ranks do alike is timed once.
+The job is Llama 65B with pp 4, tp 8 and the rest in dp_shard: names, shapes and shards are those of such a job. titan
+needs no data file, DCP's reader sparse ones. Nothing but rank 0's work is timed; what all ranks do alike, once.
 """
 
 import json
 import math
 import pickle
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bench.headlines import PARSE_BEFORE, READ_AFTER
-from titan.checkpoint.disk import index, metadata, plan
-from titan.checkpoint.disk.manifest import FileEntry
-from titan.checkpoint.disk.plan import Block, Table, Written
+from bench.headlines import READ_HEADERS, READ_INDEX
+from titan.checkpoint.disk import index, plan
+from titan.checkpoint.disk.index import Index
+from titan.checkpoint.disk.manifest import data_file
+from titan.checkpoint.disk.plan import Block, Table
+from titan.checkpoint.disk.tensor_file import METADATA, OFFSETS, SHARDING, WORDS
 
 PP, TP = 4, 8
 LAYERS, DIM, HIDDEN, VOCAB = 80, 8192, 22016, 32000
 """Of the preset 65b."""
 
 FRACTION = 16
-"""DCP's planner is timed on this part of the ranks: its time and memory are linear in the number of chunks."""
+"""DCP is timed on this part of the ranks: its time is linear in the number of chunks."""
 
 LEAST = PP * TP * FRACTION
 """Ranks of which DCP's part still has whole stages; a job has a multiple of it."""
@@ -90,7 +93,7 @@ def _table(rank: int, held: list[tuple[str, tuple[int, ...], Box]]) -> Table:
 
 
 def _block(held: list[tuple[str, tuple[int, ...], Box]]) -> Block:
-    header = [[name, "torch.float32", list(shape)] for name, shape, _ in held]
+    header = [[name, "F32", list(shape)] for name, shape, _ in held]
     numbers = [number for *_, box in held for part in box for number in part]
     return Block(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
 
@@ -99,67 +102,36 @@ def _timed(seconds: dict[str, float], what: str, began: float) -> None:
     seconds[what] = round(time.perf_counter() - began, 3)
 
 
-def after(ranks: int, folder: Path) -> dict[str, float]:
-    """Seconds of each part of a save and a load by titan's index; leaves `.metadata` and the index in a folder."""
+def ours(ranks: int, folder: Path) -> dict[str, float]:
+    """Seconds of each part of a save and a load by titan's index, which is left in a folder."""
     seconds: dict[str, float] = {}
-    tables = [_table(rank, held) for rank, held in enumerate(_held(ranks))]
-    sent = pickle.dumps(tables)
+    sent = pickle.dumps(_tables(ranks))
     began = time.perf_counter()
     made = plan.make(pickle.loads(sent))
     _timed(seconds, "plan a save (first save alone)", began)
-    said = [
-        Written(
-            {f"__{rank}_0.distcp": FileEntry(0, "")},
-            np.column_stack([0 * chosen, np.arange(len(chosen)), 0 * chosen + 1]),
-        )
-        for rank, chosen in enumerate(made.chosen)
-    ]
     began = time.perf_counter()
-    found = made.index(said)
-    needed = _sizes(found)
-    found.start[:] = _starts(found, needed)
-    found.length[:] = needed
-    index.write(folder / "titan.index", found)
-    _timed(seconds, "gather the places and write the index", began)
-    for name, size in zip(found.files, np.bincount(found.file, needed, len(found.files)), strict=True):
-        with (folder / name).open("wb") as file:
-            file.truncate(int(size))
-    began = time.perf_counter()
-    metadata.write(folder, found)
-    _timed(seconds, "write .metadata, in a process of its own", began)
-    sizes = {name: (folder / name).stat().st_size for name in found.files}
+    index.write(folder / "titan.index", made.index)
+    _timed(seconds, "write the index", began)
+    sizes = {data_file(rank): 1 << 50 for rank in range(ranks)}
     began = time.perf_counter()
     read = index.read(folder / "titan.index", sizes)
-    _timed(seconds, READ_AFTER, began)
+    _timed(seconds, READ_INDEX, began)
     began = time.perf_counter()
     read = pickle.loads(pickle.dumps(read))
     _timed(seconds, "send the index", began)
     began = time.perf_counter()
     for name, _, (offsets, lengths) in next(_held(ranks)):
         for number in read.tensors[name].overlapping(offsets, lengths):
-            read.place(read.tensors[name].first + number)
+            read.place(read.tensors[name], number)
     _timed(seconds, "find a rank's chunks, on every rank", began)
     return seconds
 
 
-def _sizes(found: index.Index) -> np.ndarray:
-    """Bytes of each chunk."""
-    each = [math.prod(sizes) for tensor in found.tensors.values() for _, sizes in tensor.cells()]
-    return np.maximum(1, 4 * np.array(each, np.int64))
+def _tables(ranks: int) -> list[Table]:
+    return [_table(rank, held) for rank, held in enumerate(_held(ranks))]
 
 
-def _starts(found: index.Index, needed: np.ndarray) -> np.ndarray:
-    """The first byte of each chunk where the chunks of a file follow each other."""
-    order = np.argsort(found.file, kind="stable")
-    ends = np.cumsum(needed[order])
-    begins = ends - needed[order]
-    first = np.searchsorted(found.file[order], found.file[order])
-    starts = np.empty_like(begins)
-    starts[order] = begins - begins[first]
-    return starts
-
-
-def before_save(ranks: int) -> dict[str, float]:
+def dcp_save(ranks: int) -> dict[str, float]:
     """Seconds of DCP's planner for a save: gathering plans of objects, uniting them, pickling the metadata."""
     seconds: dict[str, float] = {}
     sent = [pickle.dumps(SavePlan([_item(*one) for one in held])) for held in _held(ranks)]
@@ -185,22 +157,34 @@ def _item(name: str, shape: tuple[int, ...], box: Box) -> WriteItem:
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def before_load(folder: Path) -> dict[str, float]:
-    """Seconds to parse `.metadata`, which every rank did; and how much memory one rank took for it, in GB."""
-    files = {file.name: FileEntry(file.stat().st_size, "") for file in folder.iterdir()}
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
-    metadata.read(folder, files)
+def dcp_load(ranks: int, folder: Path) -> dict[str, float]:
+    """Seconds of DCP's reader for the headers of all files, from which it learns where what lies."""
     seconds: dict[str, float] = {}
-    _timed(seconds, PARSE_BEFORE, began)
-    more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - taken
-    return seconds | {"memory of parsing it (GB)": round(more / 2**20, 2)}
+    _write_headers(folder, plan.make(_tables(ranks)).index, ranks)
+    began = time.perf_counter()
+    HuggingFaceStorageReader(str(folder)).read_metadata()
+    _timed(seconds, READ_HEADERS, began)
+    return seconds
+
+
+def _write_headers(folder: Path, made: Index, ranks: int) -> None:
+    """The data files of a checkpoint, sparse: nothing but the headers takes room."""
+    for file in map(data_file, range(ranks)):
+        entries = made.header(file)
+        offsets = {name: {OFFSETS: entry.chunk.offsets} for name, entry in entries.items()}
+        header: dict[str, Any] = {METADATA: {SHARDING: json.dumps(offsets)}}
+        for name, (chunk, begin) in entries.items():
+            ends = [begin, begin + chunk.bytes]
+            header[name] = {"dtype": WORDS[chunk.dtype], "shape": chunk.shape, "data_offsets": ends}
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + sum(entry.chunk.bytes for entry in entries.values()))
 
 
 def measure(ranks: int = 2048) -> dict[str, float]:
-    """Seconds of rank 0 for the faked job, DCP's planner on 1/16 of the ranks times 16."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = after(ranks, Path(folder))
-        found |= before_load(Path(folder))
-    few = before_save(ranks // FRACTION)
-    return found | {f"{what}, {FRACTION} x {ranks // FRACTION} ranks": FRACTION * value for what, value in few.items()}
+    """Seconds of rank 0 for the faked job; those of DCP on 1/16 of the ranks, times 16."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as sparse:
+        found = ours(ranks, Path(folder))
+        few = dcp_save(ranks // FRACTION) | dcp_load(ranks // FRACTION, Path(sparse))
+    return found | {what: round(FRACTION * value, 3) for what, value in few.items()}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +15,19 @@ from titan.paths import no_folder, told
 
 HELP = "list checkpoints, verify their files, or remove some"
 
+_FORMER = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
+"""Files that checkpoints had before they were safetensors, and that can be removed with them."""
+
 COMPLETE, DAMAGED, UNFINISHED = "complete", "damaged", "unfinished"
 
 _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size, ranks, layout, and one of
   {COMPLETE}    all files are present and have the size in the manifest
   {DAMAGED}     a file is missing or has another size; `titan checkpoint verify` also detects flipped bits
   {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it"""
-_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint. Then read the index and DCP's
-metadata, which must agree. Prints each problem; exits with 1 if there is one. The manifest detects damage, not
-tampering: whoever changes a file on purpose can change the manifest too. Verifying or loading an untrusted checkpoint
-never executes code from it."""
+_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint. Then read the index and the
+headers of the data files, which must agree. Prints each problem; exits with 1 if there is one. The manifest detects
+damage, not tampering: whoever changes a file on purpose can change the manifest too. Verifying or loading an untrusted
+checkpoint never executes code from it."""
 _RM = """Remove one checkpoint, or with --keep N all but the newest N complete checkpoints of a folder. --keep removes
 damaged checkpoints too, and leaves unfinished ones. Asks for confirmation. The only complete checkpoint of a folder is
 removed only with --yes. A folder that is no checkpoint, or holds other files, is never touched."""
@@ -98,7 +102,8 @@ def _rm(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
         names = manifest.names_in(path)
-        parts = {name for name in names if manifest.is_checkpoint_file(name)} | {manifest.MANIFEST, ".metadata.tmp"}
+        parts = {name for name in names if manifest.is_checkpoint_file(name) or _FORMER.fullmatch(name)}
+        parts.add(manifest.MANIFEST)
         foreign = [name for name in names if name not in parts or not (path / name).is_file()]
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
@@ -175,20 +180,20 @@ def _fault(path: Path) -> str:
 
 def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     """A sentence for each file or record that differs from what was written; empty if the checkpoint is sound."""
-    # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
-    from titan.checkpoint.disk import index, metadata
+    # Imported here: `titan --help` has no use for PyTorch.
+    from titan.checkpoint import storage
+    from titan.checkpoint.disk import index
 
     if lacks := folders.lacking(path):
         return [f"it lacks {' and '.join(lacks)}"]
     try:
-        entries = manifest.read(path)
+        entries = folders.listed(path)
         wrong = manifest.wrong_sizes(path, entries)
         faults = [*wrong.values(), *manifest.wrong_hashes(path, entries, entries.keys() - wrong.keys(), read)]
         if not faults:
             folders.read_state(path)
             where = index.read(path / manifest.INDEX, manifest.data_sizes(entries))
-            if not where.agrees_with(metadata.read(path, entries)):
-                faults.append(f"{manifest.INDEX} and {manifest.METADATA} place tensors differently")
+            faults += storage.wrong_headers(path, where, sorted(manifest.data_sizes(entries)))
     except CheckpointError as error:
         return [str(error)]
     return faults
@@ -202,7 +207,7 @@ def _about(path: Path) -> dict[str, Any]:
     if isinstance(mesh, dict):  # degrees that are not 1, as in `dp_shard 4 tp 2`
         degrees = (f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1)
         layout = " ".join(degrees) or "one"
-    saved = {"path": str(path), "step": stored.get("step", folders.step_of(path)), "saved": stored.get("saved")}
+    saved = {"path": str(path), "step": stored.get("step", _step_of(path)), "saved": stored.get("saved")}
     made_by = {"world_size": stored.get("world_size"), "layout": layout}
     return {**saved, "bytes": _bytes(path), **made_by, "state": state, "fault": fault}
 
@@ -213,3 +218,9 @@ def _bytes(path: Path) -> int:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def _step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint, complete or not; None where the name says none."""
+    match = re.match(r"step-(\d{8})(?!\d)", path.name, re.ASCII)
+    return None if match is None else int(match[1])

@@ -10,11 +10,10 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from titan import log
-from titan.checkpoint.weights import is_trained
 from titan.config import Job
 from titan.errors import ConfigError
 from titan.inference.evaluation import Reading, evaluate, last_words
-from titan.inference.load_model import WEIGHTS_HELP, open_job, open_trained
+from titan.inference.load_model import WEIGHTS_HELP, is_trained, open_job, open_trained
 from titan.ranks import launcher, process, watchdog
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of

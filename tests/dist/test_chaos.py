@@ -34,13 +34,13 @@ MOMENTS = {
     "between the rename of the old and of the new": Fault("rename", 1, 0, place=r"/step-00000002\.tmp$"),
     "when the old was put back": Fault("step", 1, 0, place="before step 2"),
     "half of the old is removed": Fault("remove", 2, 0, place=r"/step-00000002\.removed-\w+\.tmp"),
-    "half of a tensor file is written": Fault("cut", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$"),
+    "half of a tensor file is written": Fault("cut", 1, 0, place=r"/step-00000003\.tmp/.*\.safetensors$"),
     "before the metrics are cut back": Fault("rename", 1, 0, place=r"/metrics\.jsonl\.tmp$"),
     "half of state.json is written": Fault("cut", 1, 0, place=r"/step-00000003\.tmp/state\.json$"),
     "half of what that kill left is removed": Fault("remove", 2, 0, place=r"/step-00000003\.removed-\w+\.tmp"),
     "between the rename and its sync": Fault("fsync", 1, 0, place="/checkpoints$"),
     "the launcher, before a commit": Fault("rename", 1, 0, "launcher", place=r"/step-00000005\.tmp$"),
-    "while the checkpoint is loaded": Fault("read", 1, 0, place=r"\.distcp$"),
+    "while the checkpoint is loaded": Fault("read", 1, 0, place=r"\.safetensors$"),
 }
 """In a run that begins anew over six checkpoints of its own, one after the other."""
 
@@ -59,7 +59,7 @@ def test_the_worst_moments(hunting: Hunt) -> None:
 
 LIVES = {
     "a corpus that grows": Fault("corpus", 20, 0, kind="growth"),
-    "half of a tensor file, then EIO": Fault("put", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$", kind="EIO"),
+    "half of a tensor file, then EIO": Fault("put", 1, 0, place=r"/step-00000003\.tmp/.*\.safetensors$", kind="EIO"),
     "a stale handle at the commit": Fault("rename", 1, 0, place=r"/step-00000004\.tmp$", kind="ESTALE"),
     "a leftover that stays": Fault("remove", 1, 0, place=r"/step-\d+\.removed", kind="busy"),
     "no room for metrics": Fault("put", 2, 0, place=r"/metrics\.jsonl$", kind="ENOSPC", span=2),

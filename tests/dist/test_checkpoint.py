@@ -31,6 +31,7 @@ from tests.checkpoints import (
     assert_same_rest,
     checkpointer_of,
     copied,
+    flip,
     local_part,
     model_on,
     names_in,
@@ -118,14 +119,19 @@ def _train_while_saving(folder: Path) -> None:
 
     storage.write = late
     checkpointer = checkpointer_of(folder, asynchronous=True)
-    checkpointer.save(1, parts, optimizer, {})
+    rest: dict[str, Any] = {"list": [1], "tensor": torch.ones(2)}
+    checkpointer.save(1, parts, optimizer, rest)
+    rest["list"].append(2)
+    rest["tensor"].zero_()
     train(parts, optimizer, 3)
+    assert names_in(folder) in ([], ["step-00000001.tmp"])
     trained.set()
     train(parts, optimizer)
     checkpointer.wait()
     assert not torch.equal(local_part(model.up.weight), before["up.weight"])
-    checkpointer.load(folder / "step-00000001", parts, optimizer)
+    loaded = checkpointer.load(folder / "step-00000001", parts, optimizer)
     assert_same(_held(parts, optimizer), before)
+    assert_same_rest(loaded, {"list": [1], "tensor": torch.ones(2)})
     train(parts, optimizer)
     assert optimizer.state[model.scale]["step"].item() == 2
 
@@ -247,18 +253,18 @@ def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path
     run_ranks(save, 4, tmp_path, SHARDED)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
     run_ranks(save, 4, tmp_path, SHARDED)
-    data = tmp_path / "step-00000007" / "__2_0.distcp"
-    data.write_bytes(data.read_bytes().replace(b"PK", b"KP", 1))
+    data = tmp_path / "step-00000007" / "rank-00002.safetensors"
+    flip(data)
     outcomes = run_ranks(_find_and_count, 4, tmp_path)
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "state.json", "titan.index"]
+    files = [*(f"rank-0000{rank}.safetensors" for rank in range(4)), "state.json", "titan.index"]
     assert [found for found, *_ in outcomes] == [str(tmp_path / "step-00000006")] * 4
     assert sorted(name for _, names, _ in outcomes for name in names) == sorted(files * 2)
-    assert [len(names) for _, names, _ in outcomes] == [4, 4, 4, 2]
-    assert [written for *_, written in outcomes] == [3, 0, 0, 0], "data is hashed while it is written"
+    assert [len(names) for _, names, _ in outcomes] == [4, 4, 2, 2]
+    assert [written for *_, written in outcomes] == [1, 0, 0, 0], "all but state.json is hashed while it is written"
 
 
 def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str, Any]:
-    # Its shard is larger than any buffer: the disk then fills inside torch.save, which hides the system's error.
+    # Its shard is larger than any buffer: the disk fills in the middle of a tensor.
     model = nn.Linear(128, 256)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = adamw(model)

@@ -30,8 +30,8 @@ def test_a_sharded_checkpoint_there_and_back(tmp_path: Path) -> None:
         "lm_head.weight": "output.weight",
     }.items():
         assert torch.equal(held[theirs], run.weights[ours]), theirs
-    convert(tmp_path / "hf", tmp_path / "dcp", "dcp", tokenizer="")
-    words = ("--checkpoint.resume", str(tmp_path / "dcp"), "--train.steps", "1")
+    convert(tmp_path / "hf", tmp_path / "kept", "titan", tokenizer="")
+    words = ("--checkpoint.resume", str(tmp_path / "kept"), "--train.steps", "1")
     resumed = train_job(tmp_path, 2, "--mesh.tp", "2", *SAVING, *words, name="resumed")
     started = train_job(tmp_path, 1, "--checkpoint.init_from", str(tmp_path / "hf"), "--train.steps", "1", name="new")
     assert list(read_rows(tmp_path / "resumed")) == [1]

@@ -101,7 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, place)
     (place / "my_plugins").mkdir()
-    (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (plugin,) = re.findall(r"```python\n([^`]*class .*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "signum.py").write_text(plugin)
     complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
     for text in (page.read_text() for page in PAGES):

@@ -85,8 +85,8 @@ def test_the_commands_use_it(tmp_path: Path) -> None:
         return json.loads(done.stdout)
 
     said("convert", "--from", run, "--weights", "ema", "--output", str(tmp_path / "hf"), "--format", "hf")
-    said("convert", "--from", run, "--weights", "ema", "--output", str(tmp_path / "dcp"), "--format", "dcp")
-    sources = ((run, "--weights", "ema"), (str(tmp_path / "dcp"),))
+    said("convert", "--from", run, "--weights", "ema", "--output", str(tmp_path / "kept"), "--format", "titan")
+    sources = ((run, "--weights", "ema"), (str(tmp_path / "kept"),))
     asked, converted, trained = (said("eval", "--checkpoint", *words, *text)["loss"] for words in (*sources, (run,)))
     assert asked == converted and abs(asked - trained) > 1e-3
     prompt = ("--prompt", "the model", "--max-new-tokens", "8")
@@ -95,8 +95,8 @@ def test_the_commands_use_it(tmp_path: Path) -> None:
 
     for source, told in (
         (run, "has no weights of 'tally'; it has those of ema"),
-        (str(tmp_path / "hf"), "is a Hugging Face folder, which has no weights of 'tally'"),
-        (str(tmp_path / "dcp"), "has no weights of 'tally'; it has none but those that were trained"),
+        (str(tmp_path / "hf"), "is no checkpoint of titan's, so it has no weights of 'tally'"),
+        (str(tmp_path / "kept"), "has no weights of 'tally'; it has none but those that were trained"),
     ):
         done = run_titan(["eval", "--checkpoint", source, "--weights", "tally", *text], tmp_path)
         assert done.returncode == 2 and told in done.stderr

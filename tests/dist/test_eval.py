@@ -19,7 +19,7 @@ from tests.jobs import LLAMA, SAVING, mesh
 from tests.logits import logits_of
 from tests.sweeps import but_sweep
 from titan import cli
-from titan.checkpoint.disk.tensor_files import SINGLE
+from titan.checkpoint.disk.hf_folder import SINGLE
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
 from titan.testing.jobs import train_job

@@ -35,7 +35,7 @@ def _words(folder: Path, *words: str) -> list[str]:
 def test_a_second_start_leaves_the_first_alone(ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, first = tmp_path / "run", FolderLock(tmp_path / "run")
     first.take()
-    for name in ("checkpoints/step-00000005.tmp/__0_0.distcp", "metrics.jsonl", "config.toml"):
+    for name in ("checkpoints/step-00000005.tmp/rank-00000.safetensors", "metrics.jsonl", "config.toml"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text('{"step": 5, "loss": 1.0}\n')
     before = _content(run)

@@ -40,7 +40,7 @@ def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_
     drawn = train_job(tmp_path, 1, *STEPS, "--train.steps", "1")
     assert abs(curve.rows[1]["loss"] - drawn.rows[1]["loss"]) > 0.01
     saved = given.parent / "before"
-    assert_same_curve(curve, train_job(tmp_path, 1, *STEPS, "--checkpoint.init_from", str(saved), name="dcp"))
+    assert_same_curve(curve, train_job(tmp_path, 1, *STEPS, "--checkpoint.init_from", str(saved), name="kept"))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_gone_on_from_the_middle_of_h_nothing_is_lost(
 
 
 def test_another_number_of_workers_begins_with_the_mean(tmp_path: Path) -> None:
-    """4 workers, then 2, then 4, then none: from the middle of H, at a rate of almost nothing."""
+    """4 workers, then 2, then 8, then one rank: from the middle of H, at a rate of almost nothing."""
     still = ["--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0"]
     same = [*local(100), *SAVING, "--checkpoint.every", "2", "--checkpoint.keep_latest", "0", "--train.steps", "8"]
     train_job(tmp_path, 4, *mesh(worker=4), *same, "--optimizer.lr", "1e-2")
@@ -210,14 +210,14 @@ def test_another_number_of_workers_begins_with_the_mean(tmp_path: Path) -> None:
     workers = {name: of_each_worker(middle, name) for name in stored(middle).tensors if name.startswith("model.")}
     assert all(len(each) == 4 and not torch.equal(each[0], each[1]) for each in workers.values())
     mean = {name: torch.stack(each).double().mean(0).float() for name, each in workers.items()}
-    alone = [*mesh(dp_shard=2), "--plugins.local_steps.enabled", "false"]
-    for step, ranks, words in ((4, 2, mesh(worker=2)), (6, 4, mesh(worker=4)), (8, 2, alone)):
+    alone = ["--plugins.local_steps.enabled", "false"]
+    for step, ranks, words in ((4, 2, mesh(worker=2)), (6, 8, mesh(worker=8)), (8, 1, alone)):
         train_job(tmp_path, ranks, *words, *same, *still, "--train.steps", str(step), name="again")
         found = saved_tensors(tmp_path / "again" / "checkpoints" / f"step-{step:08}")
         for name in mean:
             torch.testing.assert_close(found[name], mean[name], rtol=1e-6, atol=1e-7, msg=name)
     said = (tmp_path / "again" / "logs" / "rank-0.log").read_text()
-    for axis, before, now in (("worker", 4, 2), ("worker", 2, 4), ("workers", 4, 1)):
+    for axis, before, now in (("worker", 4, 2), ("worker", 2, 8), ("workers", 8, 1)):
         assert f"{axis}: {before} ranks had tensors of their own; their mean goes to each of {now}" in said
 
 
@@ -228,10 +228,10 @@ def test_mean_of_the_workers_is_what_commands_use(tmp_path: Path) -> None:
     middle = _gone_back(tmp_path, "run", 4, "again")
     run, text = str(tmp_path / "again"), ["--data", "text", "--path", str(tmp_path / "text")]
     assert stored(middle).tensors["model.norm.weight"].stacked
-    done = run_titan(["convert", "--from", run, "--output", str(tmp_path / "dcp"), "--format", "dcp"], tmp_path)
+    done = run_titan(["convert", "--from", run, "--output", str(tmp_path / "kept"), "--format", "titan"], tmp_path)
     assert done.returncode == 0, done.stderr
     evals = [
-        run_titan(["eval", "--checkpoint", path, *text, "--json"], tmp_path) for path in (run, str(tmp_path / "dcp"))
+        run_titan(["eval", "--checkpoint", path, *text, "--json"], tmp_path) for path in (run, str(tmp_path / "kept"))
     ]
     assert [done.returncode for done in evals] == [0, 0], [done.stderr for done in evals]
     first, second = (json.loads(done.stdout)["loss"] for done in evals)

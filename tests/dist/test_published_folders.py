@@ -99,7 +99,7 @@ def test_a_conversion_there_and_back_loses_no_file(
 ) -> None:
     (published / "LICENSE").write_text("free\n")
     direct, kept, back = tmp_path / "direct", tmp_path / "kept", tmp_path / "back"
-    for to, form, lost in ((direct, "hf", []), (kept, "dcp", ["LICENSE"])):
+    for to, form, lost in ((direct, "hf", []), (kept, "titan", ["LICENSE"])):
         assert printed(converting(published, to, form, tokenizer=""), capsys)["not_carried_over"] == lost
     printed(converting(kept, back, tokenizer=""), capsys)
     for made, lost in ((direct, set()), (back, {"LICENSE"})):
@@ -128,7 +128,7 @@ def test_weights_that_titan_has_trained_are_used_as_they_were_trained(
     assert trained["loss"] == printed([*words, str(tmp_path / "run"), "--no-bos"], capsys)["loss"]
     assert trained["loss"] != printed([*words, str(tmp_path / "run"), "--bos"], capsys)["loss"]
     copy, out = tmp_path / "copy", tmp_path / "out"
-    printed(converting(tmp_path / "run", copy, "dcp", tokenizer=""), capsys)
+    printed(converting(tmp_path / "run", copy, "titan", tokenizer=""), capsys)
     assert printed([*words, str(copy)], capsys)["loss"] == trained["loss"]
     printed(converting(copy, out, tokenizer=""), capsys)
     assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 2]

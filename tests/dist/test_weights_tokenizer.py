@@ -68,7 +68,7 @@ def test_a_checkpoint_is_used_with_its_own_tokenizer(
     code, _, err = evaluated(capsys, run, "--tokenizer.name", "byte")
     assert code == 2 and "'byte' with fingerprint utf-8 bytes, 256 is not the tokenizer" in err
 
-    convert = ("convert", "--from", run / "run", "--format", "dcp", "--output")
+    convert = ("convert", "--from", run / "run", "--format", "titan", "--output")
     assert call(capsys, *convert, tmp_path / "copy")[0] == 0
     (kept,) = (tmp_path / "copy").rglob("tokenizer")
     assert [file.name for file in kept.iterdir()] == ["my ranks.tiktoken"]
@@ -122,7 +122,7 @@ def test_weights_of_the_built_in_ranks_do_not_take_a_file(
 
 def test_names_of_files_may_begin_with_a_dot(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = ranks(tmp_path / ".ranks")
-    made = ("convert", "--from", run / "run", "--format", "dcp", "--output", tmp_path / "copy", *words(file))
+    made = ("convert", "--from", run / "run", "--format", "titan", "--output", tmp_path / "copy", *words(file))
     assert call(capsys, *made)[0] == 0
     file.unlink()
     read = ("eval", "--data", "text", "--path", run / "text", "--json", "--checkpoint")
@@ -146,7 +146,7 @@ def test_of_large_files_the_fingerprint_is_kept(
 ) -> None:
     monkeypatch.setattr(identity, "MOST_BYTES", 100)
     file = ranks(tmp_path / "ranks.tiktoken")
-    made = ("convert", "--from", run / "run", "--format", "dcp", "--output", tmp_path / "copy", *words(file))
+    made = ("convert", "--from", run / "run", "--format", "titan", "--output", tmp_path / "copy", *words(file))
     assert call(capsys, *made)[0] == 0
     assert not list((tmp_path / "copy").rglob("tokenizer"))
     read = ("generate", "--checkpoint", tmp_path / "copy", "--prompt", "one", "--max-new-tokens", 1)

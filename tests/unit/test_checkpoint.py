@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, steps_in, train
-from tests.jobs import stored
-from titan.checkpoint import rng_state, set_rng_state, storage
-from titan.checkpoint.disk.index import DTYPES
+from titan.checkpoint import rng_state, set_rng_state
+from titan.checkpoint.disk.tensor_file import DTYPES
 from titan.checkpoint.state import Stacked, separate
 from titan.checkpoint.storage import box_of, table_of
 from titan.checkpoint.techniques import without
@@ -84,19 +82,13 @@ def test_rest_comes_back(tmp_path: Path) -> None:
     assert_same_rest(loaded, rest)
 
 
-def test_only_tensors_go_through_dcp(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemReader
-
+def test_names_that_are_one_in_a_file_are_refused(tmp_path: Path) -> None:
     parts, optimizer = made()
-    train(parts, optimizer)
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {"a": 1, "b": {"c": torch.ones(1)}, "rng": rng_state(CPU)})
-    metadata = FileSystemReader(tmp_path / "step-00000001").read_metadata()
-    assert metadata.planner_data is None
-    assert stored(tmp_path / "step-00000001").tensors.keys() == metadata.state_dict_metadata.keys()
-    names = ["embed.weight", "out.bias", "out.weight"]
-    slots = [f"optimizer.{name}.{slot}" for name in names for slot in ("exp_avg", "exp_avg_sq", "step")]
-    model = [f"model.{name}" for name in [*names, "seen"]]
-    assert sorted(metadata.state_dict_metadata) == sorted([*model, *slots, "rest.b.c", "rest.rng.0.cpu"])
+    with pytest.raises(CheckpointError, match=r"rest\.seen and model\.seen would both be called seen"):
+        checkpointer_of(tmp_path).save(1, parts, optimizer, {"seen": torch.ones(3)})
+    own = {"techniques": {"out": {"bias": torch.ones(2)}}}
+    checkpointer_of(tmp_path).save(1, parts, optimizer, own)
+    assert_same_rest(checkpointer_of(tmp_path).load(tmp_path / "step-00000001", parts, optimizer), own)
 
 
 def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -120,32 +112,6 @@ def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_state_that_cannot_be_saved_is_named(value: Any, place: str) -> None:
     with pytest.raises(PluginError, match=place):
         separate(value, 0)
-
-
-def test_background_save_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed, write = Event(), storage.write
-
-    def late(*args: Any) -> Any:
-        assert changed.wait(10)
-        return write(*args)
-
-    monkeypatch.setattr(storage, "write", late)
-    parts, optimizer = made()
-    train(parts, optimizer, 2)
-    saved = copied(parts, optimizer)
-    rest = {"list": [1], "tensor": torch.ones(2)}
-    checkpointer = checkpointer_of(tmp_path, asynchronous=True)
-    checkpointer.save(2, parts, optimizer, rest)
-    assert [path.name for path in tmp_path.iterdir()] in ([], ["step-00000002.tmp"])
-    train(parts, optimizer, 3)
-    rest["list"].append(2)
-    rest["tensor"].zero_()
-    changed.set()
-    checkpointer.wait()
-    others, other = made()
-    loaded = checkpointer.load(tmp_path / "step-00000002", others, other)
-    assert_same(copied(others, other), saved)
-    assert loaded["list"] == [1] and loaded["tensor"].tolist() == [1, 1]
 
 
 def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +176,7 @@ def test_a_tensor_of_its_own_has_a_box_among_those_of_other_ranks() -> None:
     assert box_of(Stacked(torch.zeros(0, 5), 2, 4)) == ((0, 0, 0), (4, 0, 5))
     [block] = table_of({"model.own": Stacked(torch.zeros(5), 1, 3), "model.plain": torch.zeros(3, 5)})
     assert json.loads(block.header) == [
-        ["model.own", "torch.float32", [3, 5], True],
-        ["model.plain", "torch.float32", [3, 5]],
+        ["model.own", "F32", [3, 5], True],
+        ["model.plain", "F32", [3, 5]],
     ]
     assert np.frombuffer(block.boxes, np.int64).tolist() == [1, 0, 1, 5, 0, 0, 3, 5]

@@ -77,34 +77,32 @@ def test_list(run: Path, say: Say) -> None:
 def test_verify(run: Path, say: Say) -> None:
     code, out, _ = say("verify", run)
     assert code == 0 and out.count(": verified") == 3
-    flip(_path(run, 20) / "__0_0.distcp")
-    (_path(run, 20) / "__3_0.distcp").touch()
-    (_path(run, 20) / ".metadata").unlink()
-    (_path(run, 30) / ".metadata").write_bytes(b"")
+    flip(_path(run, 20) / "rank-00000.safetensors")
+    (_path(run, 20) / "rank-00003.safetensors").touch()
+    (_path(run, 20) / "titan.index").unlink()
+    (_path(run, 30) / "titan.index").write_bytes(b"")
     assert say("verify", _path(run, 10))[0] == 0
     code, out, _ = say("verify", run, "--json")
     faults = {Path(one["path"]).name: one["faults"] for one in json.loads(out)["checkpoints"]}
     assert code == 1
-    assert faults["step-00000010"] == [] and faults["step-00000020"] == ["it lacks .metadata"]
-    (_path(run, 20) / ".metadata").write_bytes((_path(run, 10) / ".metadata").read_bytes())
+    assert faults["step-00000010"] == [] and faults["step-00000020"] == ["it lacks titan.index"]
+    assert faults["step-00000030"][0].startswith("titan.index has 0 bytes, its manifest says ")
+    (_path(run, 20) / "titan.index").write_bytes((_path(run, 10) / "titan.index").read_bytes())
     code, out, _ = say("verify", _path(run, 20))
     assert code == 1
-    assert "  __3_0.distcp is not in its manifest\n  __0_0.distcp has SHA-256 " in out
-    said = say("verify", _path(run, 30))[1]
-    assert "  .metadata has 0 bytes, its manifest says " in said
+    assert "  rank-00003.safetensors is not in its manifest\n  rank-00000.safetensors has SHA-256 " in out
 
 
 def test_verify_reads_what_the_files_say(run: Path, say: Say) -> None:
-    (_path(run, 30) / ".metadata").write_bytes(b"\x80\x04N.")
-    mutations.reseal(_path(run, 30))
-    code, out, _ = say("verify", _path(run, 30))
-    assert code == 1 and ".metadata is not valid checkpoint metadata" in out
+    """A manifest that matches the files is no proof that these fit together."""
     mutations.checkpointer(run / "checkpoints").save(50, *mutations.build(), {"more": torch.ones(2)})
-    (_path(run, 30) / ".metadata").write_bytes((_path(run, 50) / ".metadata").read_bytes())
-    (_path(run, 30) / "__0_0.distcp").write_bytes((_path(run, 50) / "__0_0.distcp").read_bytes())
-    mutations.reseal(_path(run, 30))
-    code, out, _ = say("verify", _path(run, 30))
-    assert code == 1 and "  titan.index and .metadata place tensors differently\n" in out
+    content = (_path(run, 50) / "rank-00000.safetensors").read_bytes()
+    differ = "  the header of rank-00000.safetensors and titan.index differ in more\n"
+    for name, fault in (("rank-00000.safetensors", differ), ("titan.index", "titan.index is not a valid index")):
+        (_path(run, 30) / name).write_bytes(content)
+        mutations.reseal(_path(run, 30))
+        code, out, _ = say("verify", _path(run, 30))
+        assert code == 1 and fault in out
 
 
 def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Say) -> None:

@@ -12,6 +12,8 @@ from tests.checkpoints import flip, steps_in
 from titan.checkpoint.disk import manifest
 from titan.errors import CheckpointError
 
+DATA = manifest.data_file(0)
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
@@ -31,7 +33,7 @@ def _halve(file: Path) -> None:
         (flip, r"{name} has SHA-256 [0-9a-f]{{12}}, its manifest says [0-9a-f]{{12}}$"),
     ],
 )
-@pytest.mark.parametrize("name", [".metadata", "titan.index", "state.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["titan.index", "state.json", DATA])
 def test_damage_is_one_sentence(saved: Path, name: str, damage: Callable[[Path], None], said: str) -> None:
     damage(saved / name)
     parts, optimizer = build()
@@ -59,7 +61,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     parts, optimizer = build()
     for step in (1, 2, 3):
         checkpointer(tmp_path).save(step, parts, optimizer, {"at": step})
-    damage(third / "__0_0.distcp")
+    damage(third / DATA)
     (second / "manifest.json").unlink()
     resumed = checkpointer(tmp_path, keep=1)
     assert resumed.find(resume) == first
@@ -67,7 +69,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     assert sorted(text.partition(" is damaged: ")[0] for text in told()) == [str(second), str(third)]
     for text in told():
         assert f"Resuming from {first} instead" in text and "`titan checkpoint rm" in text
-        assert "__0_0.distcp has" in text or "it lacks manifest.json" in text
+        assert f"{DATA} has" in text or "it lacks manifest.json" in text
     resumed.save(4, parts, optimizer, {})
     assert steps_in(tmp_path) == [2, 3, 4]
     resumed.save(3, parts, optimizer, {})
@@ -79,20 +81,20 @@ def test_when_all_are_damaged_nothing_starts(tmp_path: Path) -> None:
     paths = [tmp_path / f"step-0000000{step}" for step in (1, 2)]
     for step, path in enumerate(paths, start=1):
         checkpointer(tmp_path).save(step, *build(), {})
-        flip(path / ".metadata")
+        flip(path / "titan.index")
     for resume in ("auto", "required"):
         with pytest.raises(CheckpointError, match="no sound checkpoint is left") as refused:
             checkpointer(tmp_path).find(resume)
-        assert all(f"{path} is damaged: .metadata has SHA-256" in str(refused.value) for path in paths)
+        assert all(f"{path} is damaged: titan.index has SHA-256" in str(refused.value) for path in paths)
     assert checkpointer(tmp_path).find("never") is None
 
 
 def test_a_damaged_one_that_is_named_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpointer(tmp_path).save(step, *build(), {})
-    flip(tmp_path / "step-00000002" / "__0_0.distcp")
+    flip(tmp_path / "step-00000002" / DATA)
     for named in (tmp_path, tmp_path / "step-00000002"):
-        with pytest.raises(CheckpointError, match="step-00000002 is damaged: __0_0"):
+        with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {DATA}"):
             checkpointer(tmp_path).find(str(named))
 
 
@@ -103,7 +105,7 @@ def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         assert again.find("auto") == saved
         again.load(saved, *build())
-        assert sorted(hashed) == [".metadata", "__0_0.distcp", "state.json", "titan.index"]
+        assert sorted(hashed) == [DATA, "state.json", "titan.index"]
         hashed.clear()
     again.load(saved, *build())
-    assert len(hashed) == 4
+    assert len(hashed) == 3

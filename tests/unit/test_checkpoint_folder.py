@@ -11,17 +11,16 @@ import pytest
 from tests.checkpoints import names_in, raising
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE
 from titan.errors import CheckpointError
 
 
 def _make(path: Path, serial: int = 0) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    for name in (METADATA, INDEX):
-        (path / name).write_bytes(b"m")
+    (path / INDEX).write_bytes(b"i")
     state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
-    manifest.write(path, {name: manifest.entry_of(path / name) for name in (METADATA, INDEX, STATE)})
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in (INDEX, STATE)})
     return path
 
 
@@ -30,8 +29,8 @@ def test_unfinished_and_foreign_folders_are_not_complete(tmp_path: Path) -> None
     _make(tmp_path / "step-00000020.tmp")
     _make(tmp_path / "best")
     _make(tmp_path / "step-30")
-    broken = [tmp_path / f"step-0000004{number}" for number in range(4)]
-    for path, name in zip(broken, (METADATA, INDEX, STATE, MANIFEST), strict=True):
+    broken = [tmp_path / f"step-0000004{number}" for number in range(3)]
+    for path, name in zip(broken, (INDEX, STATE, MANIFEST), strict=True):
         (_make(path) / name).unlink()
     assert list(folders.survey(tmp_path)[1]) == broken
     assert folders.complete(tmp_path) == [good]
@@ -48,16 +47,15 @@ def test_order_is_that_of_commits_not_of_steps(tmp_path: Path) -> None:
 def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     good = _make(tmp_path / "step-00000010", serial=1)
     paths = [_make(tmp_path / f"step-0000002{number}", serial=2) for number in range(3)]
-    (paths[0] / STATE).write_text('{"serial": ')
-    (paths[1] / METADATA).write_bytes(b"mm")
-    (paths[2] / "__0_0.distcp").touch()
+    (paths[0] / STATE).write_text('{"format": ')
+    (paths[1] / INDEX).write_bytes(b"ii")
+    (paths[2] / "rank-00000.safetensors").touch()
     found, damaged = folders.survey(tmp_path)
     assert found == [good]
-    size = len((good / STATE).read_bytes())
-    assert [damaged[path].partition("damaged: ")[2] for path in paths] == [
-        f"state.json has 11 bytes, its manifest says {size}",
-        ".metadata has 2 bytes, its manifest says 1",
-        "__0_0.distcp is not in its manifest",
+    assert [damaged[path].removeprefix(f"{path}") for path in paths] == [
+        " is damaged: state.json has 11 bytes, its manifest says 125",
+        " is damaged: titan.index has 2 bytes, its manifest says 1",
+        " is damaged: rank-00000.safetensors is not in its manifest",
     ]
 
 

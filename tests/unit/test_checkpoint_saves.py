@@ -1,8 +1,6 @@
 """Saves of one process: which one a run resumes from, what is left and said when one fails, what is on disk when."""
 
 import errno
-import hashlib
-import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,8 @@ from bench import mutations
 from tests.checkpoints import checkpointer_of, made, names_in, raising, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
+from titan.checkpoint.disk import manifest, tensor_file
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
@@ -63,7 +62,7 @@ def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
     successor.save(2001, parts, optimizer, {})
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "titan.index", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "titan.index", "rank-00000.safetensors"])
 @pytest.mark.parametrize("call", ["open", "lstat"])
 def test_the_newest_is_not_given_up_for_a_read_that_fails(
     name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,11 +106,11 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
 
     def lose(path: Path, *args: Any) -> Any:
         written = write(path, *args)
-        (path / "__0_0.distcp").unlink()
+        (path / "rank-00000.safetensors").unlink()
         return written
 
     monkeypatch.setattr(storage, "write", lose)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is missing"):
         checkpointer_of(tmp_path).save(1, *made(), {})
     assert list(tmp_path.iterdir()) == []
 
@@ -144,17 +143,13 @@ def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatc
 def test_data_that_cannot_be_read_are_no_damaged_data(
     number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """zipfile says of a file that fails that it is no zip."""
+    """safetensors calls a file that may not be read absent."""
     save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
 
-    class Failing(io.FileIO):
-        def readinto(self, _: object) -> int:
-            raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(storage.Path, "open", lambda path, *_: Failing(path))
-    with pytest.raises(CheckpointError, match=rf"__0_0\.distcp cannot be read: {os.strerror(number)}") as failed:
+    monkeypatch.setattr(Path, "open", raising(OSError(number, os.strerror(number))))
+    with pytest.raises(CheckpointError, match=rf"safetensors cannot be read: {os.strerror(number)}") as failed:
         checkpointer.load(path, *made(), {}, ())
     assert failed.value.exit_code == code
 
@@ -166,7 +161,7 @@ def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
     save(tmp_path, 1, 2)
     checkpointer, codes = checkpointer_of(tmp_path), [code, EXIT_WRONG_INPUT]
 
-    def fail(_: Path) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RankFailure("as said", False, False, codes.pop(0))
 
     monkeypatch.setattr(checkpointer, "_open", fail)
@@ -314,35 +309,37 @@ def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
 
     def look(path: Path, target: Path) -> Path:
         if target.suffix == "" and path.is_dir():
-            before.update({file.name: file.stat().st_ino in synced for file in (path, *path.iterdir())})
+            inside = {str(file.relative_to(path)): file for file in path.rglob("*")}
+            before.update({name: file.stat().st_ino in synced for name, file in {**inside, "": path}.items()})
             synced.clear()
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Path, "rename", look)
     saved = mutations.save(tmp_path)
-    names = {file.name for file in saved.iterdir()}
-    assert before == dict.fromkeys({f"{saved.name}.tmp", *names}, True) and {METADATA, STATE, MANIFEST} < names
+    names = {INDEX, STATE, MANIFEST, TECHNIQUES, data_file(0), data_file(0, of_technique=True)}
+    assert before == dict.fromkeys({"", *names}, True) and names == {*names_in(saved), data_file(0, of_technique=True)}
     assert tmp_path.stat().st_ino in synced
 
 
 @pytest.mark.parametrize("aside", [1, 1 << 62])
 def test_a_data_file_has_the_hash_of_its_bytes(aside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "HASHED_ASIDE", aside)
-    monkeypatch.setattr(storage, "SYNCED_EARLY", 1 << 10)
+    monkeypatch.setattr(tensor_file, "HASHED_ASIDE", aside)
+    monkeypatch.setattr(tensor_file, "SYNCED_EARLY", 1 << 10)
+    values = {str(count): torch.arange(count) for count in (1, 1 << 16, 3)}
+    planned = {name: tensor_file.Chunk(value.dtype, tuple(value.shape)) for name, value in values.items()}
     path = tmp_path / "data"
-    with storage._DataFile.created(path) as file:
-        for count in (1, 1 << 16, 3):
-            torch.save(torch.arange(count), file)
-    written = path.read_bytes()
-    assert (file.size, file.digest.digest()) == (len(written), hashlib.sha256(written).digest())
+    assert tensor_file.write(path, planned, values.__getitem__) == manifest.entry_of(path)
 
 
-def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel tells an error of writing back to one sync alone: that at the end of the file would succeed."""
-
-    monkeypatch.setattr(storage, "SYNCED_EARLY", 1)
-    monkeypatch.setattr(storage, "_sync_data", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+@pytest.mark.parametrize("early", [1, 30_000])
+def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(
+    early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells an error of writing back to one sync alone, here the first of many or the only early one."""
+    errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+    monkeypatch.setattr(tensor_file, "SYNCED_EARLY", early)
+    monkeypatch.setattr(tensor_file, "_sync_data", lambda _: errors and raising(errors.pop())())
     with pytest.raises(CheckpointError, match="disk full while saving step 1"):
-        checkpointer_of(tmp_path).save(1, *made(), {})
+        checkpointer_of(tmp_path).save(1, *made(hidden=600), {})
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import names_in, raising
 from tests.huggingface import convert, converting, loaded, plugin, write
 from titan import cli
-from titan.checkpoint.disk import tensor_files
+from titan.checkpoint.disk import hf_folder
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError
 from titan.inference.load_model import open_job
@@ -60,8 +60,8 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
 
 
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tensor_files.Stored, "read", raising(CheckpointError("gone")))
-    for form in ("hf", "dcp"):
+    monkeypatch.setattr(hf_folder.Stored, "read", raising(CheckpointError("gone")))
+    for form in ("hf", "titan", "dcp"):
         assert cli.main(converting(folder, tmp_path / "new", form)) == 2
     assert names_in(tmp_path) == ["llama"]
 
@@ -112,13 +112,13 @@ def test_a_plugin_from_outside_reads_its_folders(
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
-    assert cli.main(converting(folder, tmp_path / "dcp", "dcp")) == 2
+    assert cli.main(converting(folder, tmp_path / "kept", "titan")) == 2
     assert "no model plugin supports model_type 'mine'" in capsys.readouterr().err
     (tmp_path / "mine.py").write_text(MINE)
     path = ["--plugins.path", str(tmp_path / "mine.py")]
-    convert(folder, tmp_path / "dcp", "dcp", *path)
+    convert(folder, tmp_path / "kept", "titan", *path)
     held = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    for source in (folder, tmp_path / "dcp"):
+    for source in (folder, tmp_path / "kept"):
         where, job = open_job(source, [*path, "--tokenizer.name", "byte"], 1)
         assert job.model.name == "mine"
         assert torch.equal(loaded(where, job.model).embed.weight, held)

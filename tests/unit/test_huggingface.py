@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.huggingface import LLAMA, SCALED, SMALL, Drawn, convert, loaded, model_of, plugin, tensors, write
 from titan import cli
 from titan.checkpoint import huggingface
-from titan.checkpoint.disk import tensor_files
+from titan.checkpoint.disk import hf_folder
 from titan.contracts import HfTensor, Model
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
@@ -53,14 +53,14 @@ def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: t
     drawn = write(tmp_path / "hf", model, dtype, shard_bytes=4000)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
     assert model_of(tmp_path / "hf").hf_config() == model.hf_config()
-    convert(tmp_path / "hf", tmp_path / "dcp", "dcp")
-    convert(tmp_path / "dcp", tmp_path / "again", "hf")
+    convert(tmp_path / "hf", tmp_path / "kept", "titan")
+    convert(tmp_path / "kept", tmp_path / "again", "hf")
     before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert tensor.dtype is after[key].dtype is dtype
         assert torch.equal(tensor, after[key]), key
-    convert(tmp_path / "again", tmp_path / "second", "dcp")
+    convert(tmp_path / "again", tmp_path / "second", "titan")
     saved = conversion.open_weights(tmp_path / "second" / "step-00000000", model)
     for key, tensor in drawn.tensors.items():
         assert torch.equal(saved.read(key), tensor), key
@@ -88,7 +88,7 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "bytes": sum(file.stat().st_size for file in files),
         "not_carried_over": [],
     }
-    index = json.loads((tmp_path / "small" / tensor_files.INDEX).read_text())
+    index = json.loads((tmp_path / "small" / hf_folder.INDEX).read_text())
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(tmp_path / "hf").values())
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / "small" / file, framework="pt") as opened:
@@ -111,7 +111,7 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return torch.from_numpy(array)
 
     monkeypatch.setattr(huggingface.HfWeights, "read", tracked)
-    for form in ("dcp", "hf"):
+    for form in ("titan", "hf"):
         most[0] = 0
         convert(tmp_path / "hf", tmp_path / f"new-{form}", form)
         assert 1 <= most[0] <= 2
@@ -157,17 +157,17 @@ def test_the_hub_s_first_gpt2_is_read(tmp_path: Path) -> None:
     for layer in range(2):
         bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64)
         bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file(bare, tmp_path / tensor_files.SINGLE)
+    save_file(bare, tmp_path / hf_folder.SINGLE)
     assert_loads(tmp_path, drawn, model)
 
 
 def test_a_tied_head_may_stand_there_again(tmp_path: Path) -> None:
     drawn, held = write(tmp_path, plugin("llama", tied=True)), tensors(tmp_path)
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
-    save_file(held, tmp_path / tensor_files.SINGLE)
+    save_file(held, tmp_path / hf_folder.SINGLE)
     assert_loads(tmp_path, drawn)
     held["lm_head.weight"][100, 3] += 1
-    save_file(held, tmp_path / tensor_files.SINGLE)
+    save_file(held, tmp_path / hf_folder.SINGLE)
     with pytest.raises(CheckpointError, match=r"lm_head.weight and \S+ differ, but the model ties them"):
         loaded(tmp_path)
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_told(
     model = stacked if of_stacks else plugin("llama")
     write(tmp_path, model)
     held = {name: tensor for name, tensor in tensors(tmp_path).items() if not (lost and re.search(lost, name))}
-    save_file(held | changed, tmp_path / tensor_files.SINGLE)
+    save_file(held | changed, tmp_path / hf_folder.SINGLE)
     with pytest.raises(CheckpointError, match=f"does not fit the model: {told}"):
         loaded(tmp_path, model)
 
@@ -355,14 +355,14 @@ def test_another_model_is_told_key_by_key(folder: Path) -> None:
 
 
 def loaded_from_index(folder: Path, names: dict[str, str]) -> Any:
-    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
+    (folder / hf_folder.INDEX).write_text(json.dumps({"weight_map": names}))
     return loaded(folder)
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "link.safetensors", "absent.safetensors"])
 def test_an_index_leads_nowhere_else(name: str, folder: Path) -> None:
     names = dict.fromkeys(tensors(folder), name)
-    shutil.move(folder / tensor_files.SINGLE, folder.parent / "other.safetensors")
+    shutil.move(folder / hf_folder.SINGLE, folder.parent / "other.safetensors")
     (folder / "link.safetensors").symlink_to(folder.parent / "other.safetensors")
     told = "lacks absent.safetensors" if name.startswith("absent") else "which is outside its folder"
     with pytest.raises(CheckpointError, match=told):
@@ -374,7 +374,7 @@ def test_the_hub_s_cache_is_read(folder: Path) -> None:
     blobs.mkdir(parents=True)
     shutil.move(folder, snapshot)
     names = dict.fromkeys(tensors(snapshot), "model-1.safetensors")
-    shutil.move(snapshot / tensor_files.SINGLE, blobs / "abc")
+    shutil.move(snapshot / hf_folder.SINGLE, blobs / "abc")
     (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
     loaded_from_index(snapshot, names)
 
@@ -383,7 +383,7 @@ def test_of_two_shards_the_index_says_which_counts(folder: Path) -> None:
     """Shards of another numbering, and an index beside the single file, count for nothing, as in transformers."""
     held, name, head = tensors(folder), "model.norm.weight", "lm_head.weight"
     stale = {**held, name: held[name] + 1}
-    (folder / tensor_files.SINGLE).unlink()
+    (folder / hf_folder.SINGLE).unlink()
     (folder / "model-00001-of-00003.safetensors").write_bytes(b"")
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for right, first, second in ((shards[0], held, stale), (shards[1], stale, held)):
@@ -391,29 +391,29 @@ def test_of_two_shards_the_index_says_which_counts(folder: Path) -> None:
         save_file({key: second[key] for key in (name, head)}, folder / shards[1])
         names = {**dict.fromkeys(held, shards[0]), head: shards[1], name: right}
         assert torch.equal(loaded_from_index(folder, names).norm.weight, held[name])
-    save_file(stale, folder / tensor_files.SINGLE)
+    save_file(stale, folder / hf_folder.SINGLE)
     assert torch.equal(loaded_from_index(folder, names).norm.weight, stale[name])
 
 
 def test_an_index_may_name_a_tied_head_that_no_shard_holds(tmp_path: Path) -> None:
     write(tmp_path, plugin("llama", tied=True))
-    (tmp_path / tensor_files.SINGLE).rename(tmp_path / "a.safetensors")
+    (tmp_path / hf_folder.SINGLE).rename(tmp_path / "a.safetensors")
     names = dict.fromkeys([*tensors(tmp_path), "lm_head.weight"], "a.safetensors")
     head = loaded_from_index(tmp_path, names).output.weight
     assert torch.equal(head, tensors(tmp_path)["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("name", [tensor_files.SINGLE, tensor_files.INDEX, "config.json"])
+@pytest.mark.parametrize("name", [hf_folder.SINGLE, hf_folder.INDEX, "config.json"])
 def test_a_git_lfs_pointer_is_told(name: str, folder: Path) -> None:
-    if name == tensor_files.INDEX:
-        (folder / tensor_files.SINGLE).unlink()
+    if name == hf_folder.INDEX:
+        (folder / hf_folder.SINGLE).unlink()
     (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 135\n")
     with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
         loaded(folder)
 
 
 def test_index_and_files_must_agree(folder: Path) -> None:
-    (folder / tensor_files.SINGLE).rename(folder / "a.safetensors")
+    (folder / hf_folder.SINGLE).rename(folder / "a.safetensors")
     names = dict.fromkeys(tensors(folder), "a.safetensors")
     with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, which does not hold it"):
         loaded_from_index(folder, {**names, "x": "a.safetensors"})
@@ -423,21 +423,21 @@ def test_index_and_files_must_agree(folder: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(16)}, folder / "b.safetensors")
     with pytest.raises(CheckpointError, match=r"says that lm_head.weight is in b.safetensors, which does not hold it"):
         loaded_from_index(folder, {**names, "lm_head.weight": "b.safetensors"})
-    (folder / tensor_files.INDEX).write_text("[]")
+    (folder / hf_folder.INDEX).write_text("[]")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         loaded(folder)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, 10_000, -1])
 def test_a_damaged_file_is_told(cut: int, folder: Path) -> None:
-    file = folder / tensor_files.SINGLE
+    file = folder / hf_folder.SINGLE
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: "):
         loaded(folder)
 
 
 def test_pickles_are_not_read(folder: Path) -> None:
-    (folder / tensor_files.SINGLE).rename(folder / "pytorch_model.bin")
+    (folder / hf_folder.SINGLE).rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which can contain code, and is not"):
         loaded(folder)
 
@@ -459,14 +459,14 @@ def stacked() -> Any:
 def test_elements_of_a_stack_are_tensors_of_their_own(stacked: Any, tmp_path: Path) -> None:
     drawn = write(tmp_path / "hf", stacked, torch.bfloat16, shard_bytes=1500)
     held = tensors(tmp_path / "hf")
-    index = json.loads((tmp_path / "hf" / tensor_files.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "hf" / hf_folder.INDEX).read_text())["weight_map"]
     for layer in range(2):
         own = drawn.tensors[f"layers.{layer}.ffn.stack.weight"]
         names = [f"model.layers.{layer}.mlp.{element}" for element in range(3)]
         assert all(torch.equal(held[name], own[element].T) for element, name in enumerate(names))
         assert len({index[name] for name in names}) == 2  # one stack lies in several files
-    convert(tmp_path / "hf", tmp_path / "dcp", "dcp", *GUESTS)
-    convert(tmp_path / "dcp", tmp_path / "again", "hf", *GUESTS)
+    convert(tmp_path / "hf", tmp_path / "kept", "titan", *GUESTS)
+    convert(tmp_path / "kept", tmp_path / "again", "hf", *GUESTS)
     again = tensors(tmp_path / "again")
     assert again.keys() == held.keys() and all(torch.equal(again[name], tensor) for name, tensor in held.items())
     assert_loads(tmp_path / "again", drawn, stacked)
@@ -475,8 +475,8 @@ def test_elements_of_a_stack_are_tensors_of_their_own(stacked: Any, tmp_path: Pa
 def test_part_of_a_stack_reads_its_elements(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = write(tmp_path / "hf", stacked)
     weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.1.ffn.stack.weight"
-    read, stored = [], tensor_files.Stored.read
-    monkeypatch.setattr(tensor_files.Stored, "read", lambda one, *given: read.append(one.name) or stored(one, *given))
+    read, stored = [], hf_folder.Stored.read
+    monkeypatch.setattr(hf_folder.Stored, "read", lambda one, *given: read.append(one.name) or stored(one, *given))
     part = weights.read(name, [slice(1, 3), slice(2, 7), slice(0, 16)])
     assert torch.equal(part, drawn.tensors[name][1:3, 2:7])
     assert read == ["model.layers.1.mlp.1", "model.layers.1.mlp.2"]
@@ -493,7 +493,7 @@ def test_a_stack_is_read_once_to_be_written(stacked: Any, tmp_path: Path, monkey
 def test_elements_may_have_types_of_their_own(stacked: Any, tmp_path: Path) -> None:
     drawn, held = write(tmp_path, stacked, torch.bfloat16), tensors(tmp_path)
     held["model.layers.0.mlp.1"] = held["model.layers.0.mlp.1"].float() + 1e-4
-    save_file(held, tmp_path / tensor_files.SINGLE)
+    save_file(held, tmp_path / hf_folder.SINGLE)
     weights, name = huggingface.HfWeights(tmp_path, stacked), "layers.0.ffn.stack.weight"
     stack = weights.read(name)
     assert weights.dtype(name) is stack.dtype is torch.float32

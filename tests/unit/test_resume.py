@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.resume import Changes, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
@@ -198,7 +199,7 @@ def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, An
     ],
 )
 def test_a_state_of_other_kinds_is_refused(rest: Any, said: str, tmp_path: Path) -> None:
-    state = {"format": 1, "step": 1, "serial": 1, "world_size": 1, "saved": "", "torch": "", "values": {}}
+    state = {"format": folders.FORMAT, "step": 1, "serial": 1, "world_size": 1, "saved": "", "torch": "", "values": {}}
     (tmp_path / "state.json").write_text(json.dumps({**state, "rest": rest}))
     with pytest.raises(CheckpointError, match=said):
         stored_rest(tmp_path)

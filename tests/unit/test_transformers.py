@@ -11,7 +11,7 @@ import torch
 from tests.huggingface import convert, loaded
 from tests.logits import logits_of
 from tests.transformers_curve import CASES, random_model
-from titan.checkpoint.disk import tensor_files
+from titan.checkpoint.disk import hf_folder
 from titan.contracts.plugin import registry
 
 KINDS = {"gpt2": "gpt", "llama": "llama", "mistral": "llama", "bloom": "bloom", "gemma2": "gemma"}
@@ -51,13 +51,13 @@ def test_same_logits_both_ways(case: str, theirs: Any, transformers: Any, tmp_pa
     folder, model = theirs(case)
     ours = loaded(folder)
     assert_same_logits(ours, model)
-    convert(folder, tmp_path / "dcp", "dcp")
-    convert(tmp_path / "dcp", tmp_path / "hf", "hf", "--shard-size", "4e-5")
+    convert(folder, tmp_path / "kept", "titan")
+    convert(tmp_path / "kept", tmp_path / "hf", "hf", "--shard-size", "4e-5")
     again, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(told.values()), told
     assert type(again) is type(model)
     assert again.config.eos_token_id == 256 and again.config.bos_token_id is None
     assert_same_logits(ours, again.eval())
-    assert {name: stored.shape for name, stored in tensor_files.find_tensors(folder).items()} == {
-        name: stored.shape for name, stored in tensor_files.find_tensors(tmp_path / "hf").items()
+    assert {name: stored.shape for name, stored in hf_folder.find_tensors(folder).items()} == {
+        name: stored.shape for name, stored in hf_folder.find_tensors(tmp_path / "hf").items()
     }

@@ -46,10 +46,9 @@ LISTED = {
         "connect: self._ranks.connect": GROUP, "wait: self._writer.join": SAVE,
     },
     "titan/ranks/folder_lock.py": {"release: heart.join": "BEAT_S", "_beat: self._done.wait": "BEAT_S"},
-    "titan/checkpoint/disk/unpickle.py": {"read: machine.run": OWN},
     "titan/checkpoint/ranks.py": {"leave: late.wait": "1 ms", "go_on_with: self.connect": GROUP},
-    "titan/checkpoint/storage.py": {
-        "created: data._sync.result": SAVE, "write: hashed.result": SAVE, "write: self._sync.result": SAVE,
+    "titan/checkpoint/disk/tensor_file.py": {
+        "created: hashed._sync.result": SAVE, "write: hashed.result": SAVE, "write: self._sync.result": SAVE,
     },
     "inference/commands/eval.py": {"_evaluate: process.join": "comm.init_timeout_s"},
     "inference/commands/generate.py": {"_generate: process.join": "comm.init_timeout_s"},

@@ -20,14 +20,22 @@ import torch
 
 from titan.checkpoint import storage, techniques
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk import index, manifest, metadata
-from titan.checkpoint.disk.index import TECHNIQUES
+from titan.checkpoint.disk import index, manifest
+from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry
 from titan.checkpoint.disk.plain import write_table
-from titan.checkpoint.disk.plan import Written
+from titan.checkpoint.disk.tensor_file import WORDS
 from titan.checkpoint.ranks import RankFailure, Ranks
-from titan.checkpoint.state import Snapshot, Stacks, Staging, collect, optimizer_state
+from titan.checkpoint.state import Snapshot, Stacks, Staging, collect, firsts, model_tensors, optimizer_state
 from titan.contracts import Mesh, ModelPart
-from titan.errors import EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
+from titan.errors import (
+    EXIT_WRONG_INPUT,
+    CheckpointError,
+    ConfigError,
+    FolderError,
+    PluginError,
+    SaveError,
+    UnreadableError,
+)
 from titan.log import log
 from titan.machine import on_this_device
 from titan.ranks import watchdog
@@ -84,7 +92,7 @@ class Checkpointer:
             lasting = True
             for path in candidates:
                 try:
-                    self._saved = self._open(path)
+                    self._saved = self._open(path, named=resume not in ("auto", "required"))
                 except CheckpointError as error:
                     if resume not in ("auto", "required") or (isinstance(error, RankFailure) and error.unreadable):
                         raise
@@ -117,10 +125,10 @@ class Checkpointer:
             log.warning(f"checkpoint.resume = {resume!r} ignores {own[-1]}, the newest checkpoint of this run")
         return [] if chosen is None else [chosen], {}
 
-    def _open(self, path: Path) -> Saved:
+    def _open(self, path: Path, named: bool = False) -> Saved:
         from titan.checkpoint.restore import Saved
 
-        return Saved.open(path, self._ranks)
+        return (Saved.named if named else Saved.open)(path, self._ranks)
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
@@ -146,9 +154,14 @@ class Checkpointer:
         return rest
 
     def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-        """Raise a PluginError for state of the optimizer or techniques that cannot be saved, before a save does."""
-        optimizer_state(parts, optimizer)
+        """Raise a PluginError for state that cannot be saved, before a save does."""
+        slots, _ = optimizer_state(parts, optimizer)
         self._stacks.check(states)
+        tensors = firsts(model_tensors(parts)) | slots | techniques.tensors_in(states, self._ranks.rank)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in WORDS:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WORDS)
+                raise PluginError(f"{name} is of {tensor.dtype}; a checkpoint can hold {known}")
 
     def save(
         self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
@@ -229,11 +242,11 @@ class Checkpointer:
             path = ranks.first(lambda: self._begin(step))
             names = self._planner.choose(snapshot.tensors)
             written = ranks.each(lambda: storage.write(path, ranks.rank, names, snapshot.tensors, snapshot.local))
-            all_written = ranks.gather_first(written)
+            entries = dict(chain(*(each.items() for each in ranks.gather_first(written))))
             values = dict(chain(*(each.items() for each in ranks.gather_first(snapshot.values))))
             rest = {**snapshot.rest, TECHNIQUES: tables} if tables else snapshot.rest
             united = replace(snapshot, values=values, rest=rest)
-            ranks.first(lambda: self._commit(path, step, united, all_written, began))
+            ranks.first(lambda: self._commit(path, step, united, entries, began))
         except RankFailure as failure:
             told = self._give_up_together(step, str(failure), failure.disk_full)
             raise SaveError(told, failure.exit_code) from failure
@@ -245,17 +258,14 @@ class Checkpointer:
         self._held()
         return folders.begin(self.folder, step)
 
-    def _commit(self, path: Path, step: int, snapshot: Snapshot, written: Sequence[Written], began: float) -> None:
-        entries = dict(chain(*(each.files.items() for each in written)))
+    def _commit(self, path: Path, step: int, snapshot: Snapshot, entries: dict[str, FileEntry], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, entries).items() if name in entries]
         if unseen:
             share = "put [run] dir on a file system that all ranks share"
             raise SaveError(f"rank 0 does not see {unseen[0]}, which another rank wrote; {share}")
         self._held()
         assert self._planner.plan is not None
-        where = self._planner.plan.index(written)
-        index.write(path / manifest.INDEX, where)
-        metadata.write(path, where)
+        entries[manifest.INDEX] = index.write(path / manifest.INDEX, self._planner.plan.index)
         serial = folders.next_serial(self.folder)
         if self._next is not None and serial > self._next:  # a successor has come and gone while it was suspended
             raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
@@ -266,12 +276,13 @@ class Checkpointer:
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
         })  # fmt: skip
-        others = (manifest.METADATA, manifest.INDEX, manifest.STATE, *folders.write_copies(path, self._copies))
-        manifest.write(path, entries | {name: manifest.entry_of(path / name) for name in others})
-        size = sum((path / name).stat().st_size for name in manifest.names_in(path)) / 1e6
+        others = (manifest.STATE, *folders.write_copies(path, self._copies))
+        entries |= {name: manifest.entry_of(path / name) for name in others}
+        manifest.write(path, entries)
+        size = sum(entry.size for entry in entries.values()) / 1e6
         self._held()
+        self._next = serial + 1  # before: a commit that fails in its last sync has happened
         final = folders.commit(path)
-        self._next = serial + 1
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
         self._damaged.discard(final)
         try:

@@ -1,7 +1,7 @@
 """A model's weights in a Hugging Face folder: safetensors under the names of transformers, and a config.json.
 
 The model maps its parameters to their tensors (`Model.hf_tensors`). Tensors are read one by one, and of each only the
-slice that the rank needs. Imported at first use, as the safetensors library is.
+slice that the rank needs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk.folder import HF_CONFIG, read_hf_config
+from titan.checkpoint.disk.hf_folder import TYPES, find_tensors
 from titan.checkpoint.disk.index import MODEL
-from titan.checkpoint.disk.tensor_files import TYPES, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed, listed_faults
 from titan.checkpoint.state import firsts, local_part, model_tensors
@@ -81,14 +81,6 @@ def shape_in_hf(tensor: HfTensor, shapes: Mapping[str, torch.Size]) -> tuple[int
     rows = (sum(shapes[name][0] for name in tensor.ours),) if tensor.element is None else ()
     whole = (*rows, *shapes[tensor.ours[0]][1:])
     return whole[::-1] if tensor.transposed else whole
-
-
-def joined(tensor: HfTensor, ours: Sequence[Tensor]) -> Tensor:
-    """The tensor of the files, from those of ours that it consists of, whole and in order."""
-    whole = ours[0]
-    if len(ours) > 1:
-        whole = torch.cat([one.reshape(tensor.groups, -1, *one.shape[1:]) for one in ours], dim=1).flatten(0, 1)
-    return whole.T if tensor.transposed else whole
 
 
 class _Place(NamedTuple):

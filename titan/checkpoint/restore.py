@@ -5,13 +5,14 @@ Imported at first use, as DTensor is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,10 @@ from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index as indexes
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, TECHNIQUES, Index, StoredTensor
-from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, Index, StoredTensor
+from titan.checkpoint.disk.manifest import TECHNIQUES
+from titan.checkpoint.disk.plain import shown
+from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Place, Stacks, Trained, firsts, local_part, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
 from titan.contracts import ModelPart
@@ -59,7 +62,22 @@ class Saved:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.first(lambda: folders.read_state(path))
         sizes = manifest.data_sizes(entries)
-        return cls(path, state, ranks.first(lambda: indexes.read(path / manifest.INDEX, sizes)))
+        index = ranks.first(lambda: indexes.read(path / manifest.INDEX, sizes))
+        headers = [name for name in mine if name in sizes]
+        if faults := [*chain(*ranks.gather(ranks.each(lambda: storage.wrong_headers(path, index, headers))))]:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
+        return cls(path, state, index)
+
+    @classmethod
+    def named(cls, path: Path, ranks: Ranks) -> Saved:
+        """The same of a checkpoint that the user has named, and that no other can stand in for."""
+        try:
+            return cls.open(path, ranks)
+        except CheckpointError as error:
+            if isinstance(error, RankFailure) and error.unreadable:
+                raise
+            error.args = (f"{error}; use another checkpoint, a copy of this one, or the version that wrote it",)
+            raise
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -122,7 +140,7 @@ class Saved:
             stored = {name: entry.of(rank) if entry.stacked else entry for name, entry in stored.items()}
             storage.read(self.path, ones, replace(self.index, tensors=stored))
             for name, one in ones.items():
-                totals[name] += local_part(one) if one.is_floating_point() or not rank else 0
+                totals[name] += local_part(one).double() if one.is_floating_point() or not rank else 0
         for name, total in totals.items():
             local_part(into[name]).copy_(total / parts[name] if into[name].is_floating_point() else total)
 
@@ -130,7 +148,7 @@ class Saved:
         """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
         entry = self.tensors.get(name)
         if entry is None:
-            what = f"{manifest.STATE} names {name}, which is not in the checkpoint"
+            what = f"{manifest.STATE} names {shown(name)}, which is not in the checkpoint"
             raise CheckpointError(f"{self.path} is damaged: {what}")
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
@@ -185,7 +203,7 @@ def _tell_joined(saved: Saved, into: Iterable[str], places: Mapping[str, Place])
 def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Any, dict[str, Tensor]]:
     """The rest of the state for this rank, and by name the tensors in it, which are still to be read into."""
     mine = ranks.each(lambda: tensors_in(states or {}, ranks.rank))
-    elsewhere = {name for names in ranks.gather(list(mine)) for name in names} - mine.keys()
+    elsewhere = _held_by_any([*saved.tensors], mine, ranks) - mine.keys()
     plain = saved.state["rest"]
     if states is not None and TECHNIQUES in plain:
         theirs = {name: state for name, state in plain[TECHNIQUES].items() if name in states}
@@ -209,7 +227,7 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
 
 def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique: str) -> None:
     """Fill the parts' tensors alone, as `load` does, with the weights that a technique keeps, if one is named."""
-    saved = Saved.open(path, ranks).with_weights_of(technique)
+    saved = Saved.named(path, ranks).with_weights_of(technique)
     holders = model_tensors(parts)
     weights = firsts(holders)
     check_weights(saved, weights, ranks)
@@ -227,20 +245,22 @@ def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> 
     """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count."""
     there = {name.removeprefix(MODEL): each.shape for name, each in saved.tensors.items() if name.startswith(MODEL)}
     here = {name.removeprefix(MODEL): tensor.shape for name, tensor in weights.items()}
-    everyone = ranks.gather_first(here)
-
-    def misfits() -> str:
-        wanted = {*chain(*everyone)}
-        unlike = {
-            f"{name} ({list(there[name])} there, {list(shape)} here)"
-            for name, shape in chain(*(each.items() for each in everyone))
-            if there.get(name, shape) != shape
-        }
-        faults = {"it lacks": wanted - there.keys(), "the model lacks": there.keys() - wanted}
-        return listed_faults(faults | {"shapes differ in": unlike})
-
-    if faults := ranks.first(misfits):
+    unlike = [
+        f"{name} ({list(there[name])} there, {list(shape)} here)"
+        for name, shape in here.items()
+        if there.get(name, shape) != shape
+    ]
+    wrong = zip(*ranks.gather(([*here.keys() - there.keys()], unlike)), strict=True)
+    absent, unlike = (sorted({*chain(*each)}) for each in wrong)
+    unknown = there.keys() - _held_by_any(list(there), here, ranks)
+    if faults := listed_faults({"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}):
         raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {faults}")
+
+
+def _held_by_any(names: Sequence[str], mine: Collection[str], ranks: Ranks) -> set[str]:
+    """Of names that all ranks have in one order, those of which some rank holds a tensor. Each sends a bit per name."""
+    bits = np.bitwise_or.reduce(ranks.gather(np.packbits(np.array([name in mine for name in names], bool))))
+    return {name for name, held in zip(names, np.unpackbits(bits, count=len(names)), strict=True) if held}
 
 
 def listed_faults(faults: Mapping[str, Iterable[str]]) -> str:
@@ -260,8 +280,8 @@ def _check_optimizer(saved: Saved, optimizer: Optimizer, changed: Sequence[str])
     if before not in (None, now):
         why = f" ({'; '.join(changed)})" if changed else ""
         raise CheckpointError(
-            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}{why}; "
-            "restore the old values, or start another run with checkpoint.init_from to keep the weights alone"
+            f"checkpoint {saved.path} holds optimizer state of {shown(before)}, but this run's optimizer is {now}{why};"
+            " restore the old values, or start another run with checkpoint.init_from to keep the weights alone"
         )
 
 

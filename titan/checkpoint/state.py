@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by canonical name: tensors for DCP, everything else for JSON.
+"""What a checkpoint holds, by canonical name: tensors for safetensors files, everything else for JSON.
 
 Names of tensors: `model.NAME`, `optimizer.NAME.SLOT`, `rest.PATH`. NAME is a parameter's or persistent buffer's name in
 the whole model, so neither stages nor shards show in it.
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, REST, TECHNIQUES
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, REST
+from titan.checkpoint.disk.manifest import TECHNIQUES
+from titan.checkpoint.disk.plain import shown
 from titan.contracts import Alike, Mesh, ModelPart, Own, PerRank
 from titan.errors import CheckpointError, PluginError
 
@@ -148,7 +150,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
     if value == {_OWN: path, "keys": keys} and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
         return {} if rank is None else {key: tensor(f"{path}.{rank}.{key}") for key in keys}
     if strange := [key for key in value if key.startswith("$")]:
-        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, which no save writes")
+        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {shown(path)}, which no save writes")
     return {key: rejoin(item, rank, tensor, where, f"{path}.{key}") for key, item in value.items()}
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, TECHNIQUES
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX
+from titan.checkpoint.disk.manifest import TECHNIQUES
 from titan.checkpoint.state import TENSOR, Snapshot, Stacked, separate
 from titan.checkpoint.storage import box_of
 from titan.errors import CheckpointError
@@ -49,7 +50,7 @@ def given(snapshot: Snapshot) -> Given:
     own = {name: each.own if isinstance(each, Stacked) else each for name, each in snapshot.tensors.items()}
 
     def can_differ(name: str) -> bool:
-        """Whether ranks could hold the tensor differently under one name, which DCP would not notice."""
+        """Whether ranks could hold the tensor differently under one name, of which one is saved."""
         if name.startswith(f"{PREFIX}."):
             return snapshot.local[name].numel() > 0
         if not name.startswith(OPTIMIZER) or not own[name].ndim or hasattr(own[name], "to_local"):

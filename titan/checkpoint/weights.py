@@ -38,12 +38,6 @@ def stored_rest(path: Path) -> dict[str, Any]:
     return rest
 
 
-def is_trained(path: Path) -> bool:
-    """Whether titan has trained the weights of a folder. One of Hugging Face's does not say: it counts as published."""
-    rest = {} if folders.is_hf(path) else stored_rest(path)
-    return bool(rest.get("step") or rest.get("trained"))
-
-
 def stored_tokenizer(path: Path) -> Identity:
     """What a titan checkpoint says of its tokenizer, no copy outside its folder."""
     table = stored_rest(path).get("tokenizer", {})
@@ -132,6 +126,6 @@ def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ra
 
 
 def refuse_technique(path: Path, technique: str) -> None:
-    """Raise a CheckpointError where a technique's weights are asked of a Hugging Face folder."""
+    """Raise a CheckpointError where a technique's weights are asked of another program's folder."""
     if technique:
-        raise CheckpointError(f"{path} is a Hugging Face folder, which has no weights of {technique!r}")
+        raise CheckpointError(f"{path} is no checkpoint of titan's, so it has no weights of {technique!r}")

@@ -1,4 +1,1 @@
-"""The files of a checkpoint: folder, manifest, metadata, tensor files; all are read as untrusted input.
-
-What cannot be read, or is not what a save writes, raises a CheckpointError; an UnreadableError where the machine fails.
-"""
+"""The files of a checkpoint, all read as untrusted input."""

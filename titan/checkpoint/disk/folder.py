@@ -17,8 +17,8 @@ from types import NoneType
 from typing import Any
 
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
-from titan.checkpoint.disk.plain import cannot_be_read, read_table, synced
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TOKENIZER, FileEntry
+from titan.checkpoint.disk.plain import cannot_be_read, read_table, shown, synced
 from titan.errors import CheckpointError, SaveError, UnreadableError
 from titan.log import log
 from titan.paths import expanded, no_folder, refuse_lfs_pointer, sync
@@ -26,7 +26,10 @@ from titan.paths import expanded, no_folder, refuse_lfs_pointer, sync
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
 
-FORMAT = 1
+DCP_METADATA = ".metadata"
+"""The file that makes a folder one in PyTorch's default format, which `titan convert` alone reads."""
+
+FORMAT = 2
 """Number of the layout of a checkpoint's folder; another one is refused."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
@@ -36,7 +39,6 @@ _DOOMED = re.compile(r".+\.removed-[0-9a-f]{8}\.tmp", re.ASCII)
 _FIELDS: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "serial", "world_size"), (int,))
 _FIELDS |= {"saved": (str,), "torch": (str,), "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,)}
 """Types of the fields of a state.json."""
-
 
 _told: set[Path] = set()
 """What this process has said cannot be removed."""
@@ -54,18 +56,12 @@ def unfinished(final: Path) -> Path:
 
 def lacking(path: Path) -> list[str]:
     """Files without which a folder is no checkpoint and which are not in it."""
-    return [name for name in (METADATA, INDEX, STATE, MANIFEST) if not (path / name).is_file()]
+    return [name for name in (INDEX, STATE, MANIFEST) if not (path / name).is_file()]
 
 
 def is_complete(path: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
     return path.suffix != ".tmp" and not lacking(path)
-
-
-def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint, complete or not; None where the name says none."""
-    match = re.match(r"step-(\d{8})(?!\d)", path.name, re.ASCII)
-    return None if match is None else int(match[1])
 
 
 def is_step(path: Path) -> bool:
@@ -83,20 +79,22 @@ def read_state(path: Path) -> dict[str, Any]:
     state = read_table(path / STATE)
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}")
+        anew = f"; `titan convert --from {path} --trust-pickle` reads its weights" if is_dcp(path) else ""
+        told = f"{path} has format {shown(found)}, but this version of titan reads format {FORMAT}"
+        raise CheckpointError(told + anew)
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]
         wrong += [name for name in ("config", "data", "techniques") if type(rest.get(name, {})) is not dict]
         wrong += [name for name, value in values.items() if type(value) not in (NoneType, bool, int, float, str)]
     if not wrong:
-        counts = {"serial": state["serial"], "world_size": state["world_size"]}
-        counts |= {name: rest.get(name, 0) for name in ("step", "tokens")}
+        counts = {name: state[name] for name in ("step", "serial", "world_size")}
+        counts |= {f"{name} of its rest": rest.get(name, 0) for name in ("step", "tokens")}
         counts["samples"] = rest.get("data", {}).get("samples", 0)
         most = 1 << 62  # more than any count of steps, tokens or samples
         wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < most]
     if wrong:
-        raise CheckpointError(f"{path / STATE} has no valid {wrong[0][:200]}")
+        raise CheckpointError(f"{path / STATE} has no valid {shown(wrong[0])}")
     return state
 
 
@@ -105,10 +103,19 @@ def _check_names(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
 
 
+def listed(path: Path) -> dict[str, FileEntry]:
+    """What the manifest of a checkpoint lists; a CheckpointError where it lists what no checkpoint of `FORMAT` has."""
+    try:
+        return manifest.read(path)
+    except CheckpointError:
+        read_state(path)  # of another format, which is then what is to be told
+        raise
+
+
 def check_sizes(path: Path) -> dict[str, FileEntry]:
     """What the manifest of a checkpoint lists; a CheckpointError where not all is there in the size it had."""
     _check_names(path)
-    entries = manifest.read(path)
+    entries = listed(path)
     if faults := manifest.wrong_sizes(path, entries):
         raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
     return entries
@@ -170,6 +177,8 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
         told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}"
     elif is_hf(path):
         told = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
+    elif is_dcp(path):
+        told = "it is in PyTorch's default checkpoint format; convert it with `titan convert --from`"
     elif path.suffix == ".tmp":
         told = "this checkpoint is unfinished: the run was killed while it saved"
     else:
@@ -245,8 +254,6 @@ def write_copies(path: Path, copies: Mapping[str, bytes]) -> list[str]:
         (path / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
         with synced(path / TOKENIZER / name) as file:
             file.write(content)
-    for folder in sorted({(path / TOKENIZER / name).parent for name in copies} | {path / TOKENIZER for _ in copies}):
-        sync(folder)
     return [f"{TOKENIZER}/{name}" for name in copies]
 
 
@@ -254,7 +261,8 @@ def commit(path: Path) -> Path:
     """Give a finished `.tmp` folder its name, on the disk as well; returns it. A former one of that name goes."""
     final = path.with_suffix("")
     replaced = final.with_name(f"{final.name}.replaced.tmp")
-    sync(path)
+    for folder, *_ in os.walk(path, topdown=False):
+        sync(Path(folder))
     if os.path.lexists(final):
         final.rename(replaced)
     path.rename(final)
@@ -285,6 +293,11 @@ def remove(path: Path) -> bool:
 def is_hf(path: Path) -> bool:
     """Whether a folder holds a model as Hugging Face writes it."""
     return (path / HF_CONFIG).is_file() and not (path / STATE).is_file()
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder holds a checkpoint as `torch.distributed.checkpoint` writes it by default."""
+    return (path / DCP_METADATA).is_file() and not is_hf(path)
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:

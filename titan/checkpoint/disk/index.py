@@ -1,95 +1,97 @@
-"""titan.index: where each chunk of each tensor of a checkpoint is, as arrays.
+"""titan.index: of each tensor of a checkpoint its type and shape, how it is cut into chunks, and where these lie.
 
-DCP's `.metadata` says the same, as a pickle with five objects per chunk, and other readers of DCP use that file. A run
-on 2,048 ranks has millions of chunks: titan reads these arrays instead, in about a thousandth of the time.
+The headers of the data files say the same, each of its own. A run on 2,048 ranks has as many of them, and millions of
+chunks: rank 0 reads this one file instead, and sends it to all.
 
-A chunk is a rectangular part of a tensor, as in DCP. The chunks of a tensor are the cells of a grid, so a tensor needs
-only the positions at which each dimension is cut.
-The file, all numbers little endian:
+A chunk is a rectangular part of a tensor. The chunks of a tensor are the cells of a grid, so a tensor needs only the
+positions at which each dimension is cut. The index is a safetensors file too:
 
-    int64            length of the header in bytes
-    header           JSON: `files`, names of the data files; `tensors`, [name, dtype, shape, cuts by dimension] of each,
-                     with `true` behind these where it is stacked
-    int64 [cuts]     of each tensor and dimension, the offsets at which cells begin
-    int64 [chunks]   of each cell (row-major, tensor by tensor): the number of its file
-    int64 [chunks]   the first byte of the chunk in that file
-    int64 [chunks]   its length in bytes
+    __metadata__    `tensors`: JSON, [name, dtype, shape, cuts by dimension] of each, with `true` behind these where it
+                    is stacked
+    cuts            int64, of each tensor and dimension the offsets at which cells begin
+    begins          int64, of each cell (row-major, tensor by tensor) its first byte behind the header of its file
+    ranks           int32, of each cell the rank that wrote it, which names the file
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from titan.checkpoint.disk import plain
-from titan.checkpoint.disk.plain import read_bytes, synced
+from titan.checkpoint.disk import tensor_file
+from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry, data_file, rank_of
+from titan.checkpoint.disk.plain import parse, shown
+from titan.checkpoint.disk.tensor_file import DTYPES, WORDS, Chunk, DataFile, Entry, are_sizes
 from titan.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
+Writers = npt.NDArray[np.int32]
 
 MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
 """What names of tensors begin with."""
-TECHNIQUES = "techniques"
-"""The table of the rest that holds techniques' state."""
 PREFIX = f"{REST}{TECHNIQUES}"
+"""What those of techniques' tensors begin with."""
 
-_TYPES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64"
-)
-DTYPES = {f"torch.{name}": getattr(torch, name) for name in _TYPES.split()}
-"""Types of tensors that a checkpoint can hold."""
-
-LARGEST = 4 << 30
-"""Bytes of an index that are read; a chunk takes 24."""
-
-MOST_DIMENSIONS = 64
+LONGEST_NAME = 1000
 MOST_ELEMENTS = 1 << 58
 """Of one tensor: its bytes fit into an int64 whatever its type."""
 
-_INT = np.dtype("<i8")
+
+def is_name(name: object) -> bool:
+    """Whether a tensor can be called so: also in a message, on one line."""
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        return False
+    return name.startswith((MODEL, OPTIMIZER, REST)) and name.isprintable()
+
+
+def stored_name(name: str) -> str:
+    """What a tensor is called in its file: a weight as in the model, a technique's behind the technique's name."""
+    for kind in (MODEL, f"{PREFIX}.", REST):
+        if name.startswith(kind):
+            return name.removeprefix(kind)
+    return name
+
+
+def file_of(name: str, rank: int) -> str:
+    """The file in which a rank's chunk of a tensor stands."""
+    return data_file(rank, of_technique=name.startswith(f"{PREFIX}."))
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint.
 
+    name: its own, also where it is read in place of another.
     cuts: of each dimension, the offsets at which cells begin.  first: its first chunk.
     stacked: it is [ranks, ...], of which each rank along an axis saved one, a tensor of its own.
-    one: it is one of these, without that dimension; its chunks have it, of size 1.
     """
 
+    name: str
     dtype: torch.dtype
     shape: torch.Size
     cuts: tuple[Ints, ...]
     first: int
     stacked: bool = False
-    one: bool = False
 
     def of(self, rank: int) -> StoredTensor:
         """Of a stacked one, the tensor of that rank along the axis."""
-        own = StoredTensor(self.dtype, self.shape[1:], self.cuts[1:], 0, one=True)
+        own = StoredTensor(self.name, self.dtype, self.shape[1:], self.cuts[1:], 0)
         return replace(own, first=self.first + rank * own.chunks)
 
     @property
     def chunks(self) -> int:
         """Number of chunks it is stored in."""
         return math.prod(map(len, self.cuts))
-
-    def cells(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(offsets, sizes) of each chunk, in row-major order."""
-        dims = zip(self.cuts, self.shape, strict=True)
-        spans = [zip(cuts.tolist(), np.diff(cuts, append=whole).tolist(), strict=True) for cuts, whole in dims]
-        for cell in itertools.product(*spans):
-            yield tuple(offset for offset, _ in cell), tuple(size for _, size in cell)
 
     def cell(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offsets, sizes) of one chunk, counted from 0 in row-major order."""
@@ -113,29 +115,30 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """The tensors of a checkpoint by name, and of each chunk its file, first byte and length, tensor after tensor."""
+    """The tensors of a checkpoint by name, and of each chunk, tensor after tensor, the rank that wrote it and its first
+    byte behind the header of its file."""
 
-    files: tuple[str, ...]
     tensors: Mapping[str, StoredTensor]
-    file: Ints
-    start: Ints
-    length: Ints
+    ranks: Writers
+    begins: Ints
 
-    def agrees_with(self, other: Index) -> bool:
-        """Whether another index says the same of every tensor; files and tensors may be in another order."""
-        return self.tensors.keys() == other.tensors.keys() and all(
-            (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-            and all(map(np.array_equal, mine.cuts, theirs.cuts))
-            and [*self._places(mine)] == [*other._places(theirs)]
-            for mine, theirs in ((self.tensors[name], other.tensors[name]) for name in self.tensors)
-        )
+    def place(self, tensor: StoredTensor, number: int) -> tuple[str, int]:
+        """(file, first byte) of a tensor's chunk."""
+        chunk = tensor.first + number
+        return file_of(tensor.name, int(self.ranks[chunk])), int(self.begins[chunk])
 
-    def _places(self, tensor: StoredTensor) -> Iterator[tuple[str, int, int]]:
-        return map(self.place, range(tensor.first, tensor.first + tensor.chunks))
-
-    def place(self, chunk: int) -> tuple[str, int, int]:
-        """(file, first byte, length) of a chunk, counted over all tensors."""
-        return self.files[self.file[chunk]], int(self.start[chunk]), int(self.length[chunk])
+    def header(self, file: str) -> dict[str, Entry]:
+        """What the header of a data file has to say."""
+        tensors = list(self.tensors.values())
+        firsts = [tensor.first for tensor in tensors]
+        entries = {}
+        for chunk in np.flatnonzero(self.ranks == rank_of(file)).tolist():
+            tensor = tensors[bisect.bisect_right(firsts, chunk) - 1]
+            place, begin = self.place(tensor, chunk - tensor.first)
+            if place == file:
+                offsets, sizes = tensor.cell(chunk - tensor.first)
+                entries[stored_name(tensor.name)] = Entry(Chunk(tensor.dtype, sizes, offsets), begin)
+        return entries
 
 
 def grid(shape: Sequence[int], offsets: Ints, sizes: Ints) -> tuple[tuple[Ints, ...], Ints]:
@@ -160,85 +163,90 @@ def grid(shape: Sequence[int], offsets: Ints, sizes: Ints) -> tuple[tuple[Ints, 
     return tuple(cuts), cells
 
 
-def write(path: Path, index: Index) -> None:
+def write(path: Path, index: Index) -> FileEntry:
     """Write the index to a file, and wait until it is on the disk."""
     tensors = [
-        [name, str(tensor.dtype), list(tensor.shape), [len(cuts) for cuts in tensor.cuts], *[True] * tensor.stacked]
+        [name, WORDS[tensor.dtype], list(tensor.shape), [len(cuts) for cuts in tensor.cuts], *[True] * tensor.stacked]
         for name, tensor in index.tensors.items()
     ]
-    header = json.dumps({"files": list(index.files), "tensors": tensors}).encode()
-    cuts = [cuts for tensor in index.tensors.values() for cuts in tensor.cuts]
-    with synced(path) as file:
-        file.write(len(header).to_bytes(_INT.itemsize, "little") + header)
-        for array in (*cuts, index.file, index.start, index.length):
-            file.write(np.ascontiguousarray(array, _INT).data)
+    cuts = np.concatenate([np.empty(0, np.int64), *(cuts for tensor in index.tensors.values() for cuts in tensor.cuts)])
+    arrays = {"cuts": cuts, "begins": index.begins, "ranks": index.ranks}
+    found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    chunks = {name: Chunk(array.dtype, tuple(array.shape)) for name, array in found.items()}
+    return tensor_file.write(path, chunks, found.__getitem__, {"tensors": json.dumps(tensors)})
 
 
 def read(path: Path, sizes: Mapping[str, int]) -> Index:
     """The index in a file; a CheckpointError where it names what the data files do not hold. sizes: bytes of each."""
+    entries, about = tensor_file.read_header(path)
     try:
-        index = _parsed(read_bytes(path, LARGEST))
+        with DataFile.open(path) as file:
+            cuts, begins, ranks = (_array(file, entries, name) for name in ("cuts", "begins", "ranks"))
+        index = _parsed(parse(about.get("tensors", "null")), cuts, begins, ranks)
         check(index, sizes)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{path} is not a valid index of a checkpoint: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a valid index of a checkpoint: {shown(error)}") from error
     return index
 
 
-def _parsed(data: bytes) -> Index:
-    start = _INT.itemsize + int.from_bytes(data[: _INT.itemsize], "little")
-    if start > plain.LARGEST:
-        raise ValueError(f"its header has {start:,} bytes; at most {plain.LARGEST:,} are read")
-    header = json.loads(data[_INT.itemsize : start])
-    numbers = np.frombuffer(data, _INT, offset=start)
-    files, entries = header["files"], header["tensors"]
-    if type(files) is not list or type(entries) is not list or not all(type(file) is str for file in files):
-        raise ValueError("its header names no files and tensors")
+def _array(file: DataFile, entries: Mapping[str, Entry], name: str) -> npt.NDArray[Any]:
+    chunk, begin = entries.get(name, (None, 0))
+    if chunk is None or len(chunk.shape) != 1 or chunk.dtype is not (torch.int32 if name == "ranks" else torch.int64):
+        raise ValueError(f"its {name} are no array of integers")
+    array = torch.empty(chunk.shape, dtype=chunk.dtype)
+    file.read(array, begin, chunk.shape, chunk.dtype, [slice(0, chunk.shape[0])])
+    return array.numpy()
+
+
+def _parsed(entries: object, numbers: Ints, begins: Ints, ranks: Writers) -> Index:
+    if not isinstance(entries, list):
+        raise ValueError("its header names no tensors")
     tensors: dict[str, StoredTensor] = {}
     at = chunks = 0
     for name, dtype, shape, counts, *stacked in entries:
+        if not is_name(name):
+            raise ValueError("a tensor's name is none")
         lists = type(shape) is list and type(counts) is list and len(shape) == len(counts)
-        if name in tensors or not lists or stacked not in ([], [True]):
-            raise ValueError("a tensor's entry is wrong")
-        if not all(type(number) is int and number >= 0 for number in (*shape, *counts)):
-            raise ValueError(f"{name} has a size that is no number")
+        if name in tensors or dtype not in DTYPES or not lists or stacked not in ([], [True]):
+            raise ValueError(f"the entry of {name} is wrong")
+        # With no cell in one dimension there would be none at all, however many there are in the others.
+        if not are_sizes(shape) or not are_sizes(counts, 1):
+            raise ValueError(f"{name} has a size that is none")
         ends = list(itertools.accumulate(counts, initial=at))
         cuts = tuple(numbers[a:b] for a, b in itertools.pairwise(ends))
         if stacked and not (shape and (counts[0] == shape[0] or 0 in shape[1:])):
             raise ValueError(f"{name} is stacked, but not by rank")
-        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, chunks, bool(stacked))
+        tensors[name] = StoredTensor(name, DTYPES[dtype], torch.Size(shape), cuts, chunks, bool(stacked))
         at, chunks = ends[-1], chunks + math.prod(counts)
-    if len(numbers) != at + 3 * chunks:
-        raise ValueError(f"it has {len(numbers):,} numbers, not the {at + 3 * chunks:,} of its header")
-    places = numbers[at:].reshape(3, chunks)
-    return Index(tuple(files), tensors, *places)
+    if len(numbers) != at or not len(begins) == len(ranks) == chunks:
+        raise ValueError(f"it has {len(numbers):,} cuts and {len(ranks):,} chunks, not the {at:,} and {chunks:,} named")
+    return Index(tensors, ranks, begins)
 
 
 def check(index: Index, sizes: Mapping[str, int]) -> None:
-    """A ValueError where a tensor is larger than its place in the files (`sizes`), or two chunks share bytes."""
+    """A ValueError where the chunks of a tensor do not make it up, one lies outside of its file, those of a file are
+    larger than it, or a file has none. sizes: of each file."""
+    needed = np.empty(len(index.ranks), np.float64)
+    of_technique = np.zeros(len(index.ranks), bool)
     for name, tensor in index.tensors.items():
-        if type(name) is not str or not name.startswith((MODEL, OPTIMIZER, REST)):
-            raise ValueError("a tensor's name is none")
-        if len(tensor.shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
+        if math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
             raise ValueError(f"the size of {name} is beyond all memory")
-        needed = np.full((), tensor.dtype.itemsize, np.int64)
+        each = np.full((), tensor.dtype.itemsize, np.float64)
         for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
             # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
             ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
             if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
                 raise ValueError(f"the chunks of {name} do not make it up")
-            needed = np.multiply.outer(needed, np.diff(cuts, append=whole))
-        if np.any(needed.reshape(-1) > index.length[tensor.first : tensor.first + tensor.chunks]):
-            raise ValueError(f"a chunk of {name} is larger than its place")
-    unknown = [file for file in index.files if file not in sizes]
-    if unknown or len(set(index.files)) != len(index.files):
-        raise ValueError(f"it names {(unknown or ['a file twice'])[0][:200]!r}, which its manifest does not list")
-    if np.any((index.file < 0) | (index.file >= len(index.files))):
-        raise ValueError("a chunk is in no file")
-    ends = np.array([sizes[file] for file in index.files], np.int64)[index.file]
-    if np.any((index.start < 0) | (index.length <= 0) | (index.start > ends) | (index.length > ends - index.start)):
-        raise ValueError("a chunk ends behind the end of its file")
-    order = np.lexsort((index.start, index.file))
-    file, start, end = index.file[order], index.start[order], (index.start + index.length)[order]
-    shared = np.flatnonzero((file[1:] == file[:-1]) & (end[:-1] > start[1:]))
-    if len(shared):
-        raise ValueError(f"two chunks overlap in {index.files[file[shared[0]]]}")
+            each = np.multiply.outer(each, np.diff(cuts, append=whole))
+        chunks = slice(tensor.first, tensor.first + tensor.chunks)
+        needed[chunks], of_technique[chunks] = each.reshape(-1), name.startswith(f"{PREFIX}.")
+    found, number = np.unique(2 * index.ranks.astype(np.int64) + of_technique, return_inverse=True)
+    files = [data_file(file // 2, of_technique=bool(file % 2)) for file in found.tolist()]
+    for file in sorted({*files} ^ sizes.keys()):
+        does, lists = ("does not name", "lists") if file in sizes else ("names", "does not list")
+        raise ValueError(f"it {does} {file}, which its manifest {lists}")
+    longest = np.array([sizes[file] for file in files], np.float64)
+    outside = (index.begins < 0) | (index.begins + needed > longest[number])
+    outside |= (np.bincount(number, needed, len(files)) > longest)[number]
+    if np.any(outside):
+        raise ValueError(f"{files[number[np.argmax(outside)]]} is smaller than the chunks that it is to hold")

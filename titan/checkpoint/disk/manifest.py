@@ -5,6 +5,7 @@ makes sure that an untrusted checkpoint executes nothing.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,17 +15,17 @@ from titan.checkpoint.disk.plain import cannot_be_read, read_table, size_of, wri
 from titan.errors import CheckpointError, UnreadableError
 
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
-"""DCP's file: which tensors there are, and where in which file."""
 INDEX = "titan.index"
-"""The same as arrays, which titan reads."""
+"""Which tensors there are, and in which files."""
 STATE = "state.json"
 """Everything that is no tensor."""
 
+TECHNIQUES = "techniques"
+"""Folder with techniques' tensors: PyTorch's reader takes each safetensors file of a folder for a part of one state."""
 TOKENIZER = "tokenizer"
 """Folder with copies of the tokenizer's files."""
 
-_DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
+_DATA = re.compile(rf"({TECHNIQUES}/)?rank-(\d{{5}}|[1-9]\d{{5,8}})\.safetensors", re.ASCII)
 _COPY = re.compile(rf"{TOKENIZER}(/(?!\.{{1,2}}(/|$))[^/\0]{{1,255}}){{1,2}}")
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHOWN = 12
@@ -42,7 +43,17 @@ class FileEntry(NamedTuple):
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file's name is one that a manifest lists."""
-    return name in (METADATA, INDEX, STATE) or any(kind.fullmatch(name) for kind in (_DATA, _COPY))
+    return name in (INDEX, STATE) or bool(_DATA.fullmatch(name) or (_COPY.fullmatch(name) and name.isprintable()))
+
+
+def data_file(rank: int, of_technique: bool = False) -> str:
+    """Name of the file with a rank's tensors, or with those of techniques that it writes."""
+    return f"{TECHNIQUES}/" * of_technique + f"rank-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """The rank that wrote a data file."""
+    return int(file.rpartition("-")[2].removesuffix(".safetensors"))
 
 
 def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
@@ -78,20 +89,19 @@ def read(path: Path) -> dict[str, FileEntry]:
     for name, entry in files.items():
         if not is_checkpoint_file(name):
             raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not the name of a checkpoint file")
-        if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
-            raise CheckpointError(f"{path / MANIFEST} must give exactly size and sha256 of {name}")
-        size, sha256 = entry["size"], entry["sha256"]
+        size, sha256 = (entry.get(key) for key in FileEntry._fields) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
-            raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
+            raise CheckpointError(f"{path / MANIFEST} gives no valid size and sha256 of {name}")
         entries[name] = FileEntry(size, sha256)
-    if not {METADATA, INDEX, STATE} <= entries.keys():
-        raise CheckpointError(f"{path / MANIFEST} lacks {METADATA}, {INDEX} or {STATE}")
+    if not {INDEX, STATE} <= entries.keys():
+        raise CheckpointError(f"{path / MANIFEST} lacks {INDEX} or {STATE}")
     return entries
 
 
 def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
     """File -> what is seen without reading: missing, of another size, or data that the manifest does not list."""
-    faults = {}
+    links = [path / name for name in (TECHNIQUES, TOKENIZER) if (path / name).is_symlink()]
+    faults = {link.name: f"{link} is a link, which no checkpoint has" for link in links}
     for name, entry in entries.items():
         try:
             if (size := size_of(path / name)) != entry.size:
@@ -106,8 +116,10 @@ def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
 
 def names_in(path: Path) -> list[str]:
     """Names, as in a manifest, of all that is in a checkpoint's folder."""
-    files = [file for file in path.iterdir() if file.name != TOKENIZER or not file.is_dir()]
-    files += (file for file in (path / TOKENIZER).rglob("*") if not file.is_dir() or not any(file.iterdir()))
+    folders = [path / name for name in (TECHNIQUES, TOKENIZER) if (path / name).is_dir()]
+    files = [file for file in path.iterdir() if file not in folders]
+    inside = itertools.chain(*(folder.rglob("*") for folder in folders))
+    files += (file for file in inside if not file.is_dir() or not any(file.iterdir()))
     return sorted(file.relative_to(path).as_posix() for file in files)
 
 

@@ -30,17 +30,6 @@ def size_of(path: Path) -> int:
     return found.st_size
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """A file's content; a CheckpointError where it cannot be read, or is larger than `most` bytes."""
-    size = size_of(path)
-    if size > most:
-        raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise cannot_be_read(path, error) from error
-
-
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
     """What to raise where a file of a checkpoint cannot be read; an UnreadableError where the machine fails."""
     told = f"{path} cannot be read: {error.strerror}"
@@ -49,13 +38,20 @@ def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
     )
 
 
+def shown(value: object) -> str:
+    """A text of an untrusted file as part of a message: on one line, and no more than its beginning."""
+    return repr(str(value)[:200])[1:-1]
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a CheckpointError where it is too large, too deep, or something else."""
-    content = read_bytes(path, LARGEST)
+    size = size_of(path)
+    if size > LARGEST:
+        raise CheckpointError(f"{path} has {size:,} bytes; at most {LARGEST:,} are read")
     try:
-        table = json.loads(content.decode("utf-8"), object_pairs_hook=_table)
-    except RecursionError:
-        raise CheckpointError(f"{path} is nested too deep") from None
+        table = parse(path.read_text("utf-8"))
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(table, dict):
@@ -67,6 +63,14 @@ def read_table(path: Path) -> dict[str, Any]:
     if level:
         raise CheckpointError(f"{path} is nested more than {DEEPEST} deep")
     return table
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text; a ValueError where it is none, has a key twice in a table, or is nested too deep."""
+    try:
+        return json.loads(text, object_pairs_hook=_table)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

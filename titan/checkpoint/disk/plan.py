@@ -6,18 +6,27 @@ table per rank: for 2,048 ranks and millions of chunks this takes seconds, where
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from titan.checkpoint.disk.index import DTYPES, Index, Ints, StoredTensor, grid
-from titan.checkpoint.disk.manifest import FileEntry
+from titan.checkpoint.disk.index import (
+    PREFIX,
+    Index,
+    Ints,
+    StoredTensor,
+    file_of,
+    grid,
+    is_name,
+    stored_name,
+)
+from titan.checkpoint.disk.plain import shown
+from titan.checkpoint.disk.tensor_file import DTYPES, MOST_DIMENSIONS
 from titan.errors import CheckpointError
 
 
@@ -31,6 +40,9 @@ class Block:
     boxes: bytes
 
 
+ALIKE = 1 << 20
+"""Bytes to which a rank's load counts where it is to write a single number."""
+
 Kind = tuple[str, tuple[int, ...], bool]
 """Of a tensor: dtype, shape, whether it is stacked."""
 
@@ -39,40 +51,29 @@ Table = tuple[Block, ...]
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank wrote. files: its data files by name.  places: [chunks, 3] of each tensor that the rank was to
-    write, in the order of its table: number of the file among these, first byte, length in bytes."""
-
-    files: Mapping[str, FileEntry]
-    places: Ints
-
-
-@dataclass(frozen=True)
 class SavePlan:
-    """tensors: what the checkpoint will hold.  chosen: for each rank, the numbers of the tensors in its table that it
-    writes.  order: of all chunks that are written, rank by rank, the number of the chunk in the index."""
+    """index: of the checkpoint that will be written.  chosen: for each rank, the numbers of the tensors in its table of
+    which it writes its part, in the order in which they stand in its files."""
 
-    tensors: Mapping[str, StoredTensor]
+    index: Index
     chosen: Sequence[Ints]
-    order: Ints
-
-    def index(self, written: Sequence[Written]) -> Index:
-        """Where each chunk is, from what each rank wrote."""
-        names = [list(one.files) for one in written]
-        firsts = itertools.accumulate(map(len, names), initial=0)
-        places = [one.places + np.array([first, 0, 0]) for one, first in zip(written, firsts, strict=False)]
-        ordered = np.empty((3, len(self.order)), np.int64)
-        ordered[:, self.order] = np.concatenate(places).T
-        return Index(tuple(itertools.chain(*names)), self.tensors, *ordered)
 
 
 def make(tables: Sequence[Table]) -> SavePlan:
     """Choose a writer for each chunk; a CheckpointError where tensors of one name do not make one. tables: by rank."""
     tensors: dict[str, StoredTensor] = {}
-    ranks, items, cells = [], [], []
+    found: list[Ints] = [np.empty((0, 3), np.int64)]
+    kinds: list[tuple[int, int, int]] = []
     first = 0
     load = np.zeros(len(tables), np.int64)
     held = _by_name(tables)
+    called: dict[tuple[str, str], str] = {}
+    for name in held:
+        if not is_name(name):
+            raise CheckpointError(f"no tensor can be called {shown(name)} in a checkpoint")
+        stored = stored_name(name)
+        if (other := called.setdefault((file_of(name, 0), stored), name)) != name:
+            raise CheckpointError(f"{name} and {other} would both be called {stored} in a checkpoint's files")
     largest = {name: max(math.prod(shape) for _, shape, _ in boxes) for name, boxes in held.items()}
     for name in sorted(held, key=lambda name: (-largest[name], name)):
         if len(held[name]) > 1:
@@ -80,26 +81,43 @@ def make(tables: Sequence[Table]) -> SavePlan:
             raise CheckpointError(f"{name} is {told} on different ranks; a checkpoint holds one tensor per name")
         [((dtype, shape, stacked), boxes)] = held[name].items()
         dims, rows = len(shape), np.concatenate(boxes)
+        if dims > MOST_DIMENSIONS:
+            raise CheckpointError(f"{name} has {dims} dimensions; a checkpoint can hold {MOST_DIMENSIONS}")
         filled = rows[np.all(rows[:, 2 + dims :] > 0, axis=1)]
         rows = filled if len(filled) else rows[:1]
         try:
             cuts, cell = grid(shape, rows[:, 2 : 2 + dims], rows[:, 2 + dims :])
         except ValueError as error:
             raise CheckpointError(f"{name} {list(shape)} cannot be saved: {error}") from error
-        # The holders of a cell stand together in this order, the least loaded first.
-        order = np.lexsort((load[rows[:, 0]], cell))
+        # The holders of a cell stand together in this order, the least loaded first. For single numbers, of which an
+        # optimizer has one per parameter, little less is no reason: a load would open a file for each.
+        order = np.lexsort((load[rows[:, 0]] // (1 if dims else ALIKE), cell))
         holders = np.bincount(cell)
-        chosen = order[np.cumsum(holders) - holders]
-        np.add.at(load, rows[chosen, 0], DTYPES[dtype].itemsize * rows[chosen, 2 + dims :].prod(1))
-        ranks.append(rows[chosen, 0])
-        items.append(rows[chosen, 1])
-        cells.append(first + np.arange(len(holders)))
-        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, first, stacked)
+        chosen = rows[order[np.cumsum(holders) - holders]]
+        sizes = DTYPES[dtype].itemsize * chosen[:, 2 + dims :].prod(1)
+        np.add.at(load, chosen[:, 0], sizes)
+        found.append(np.column_stack([chosen[:, :2], sizes]))
+        kinds.append((len(sizes), int(name.startswith(f"{PREFIX}.")), DTYPES[dtype].itemsize))
+        tensors[name] = StoredTensor(name, DTYPES[dtype], torch.Size(shape), cuts, first, stacked)
         first += len(holders)
-    rank, item, chunk = (np.concatenate([np.empty(0, np.int64), *some]) for some in (ranks, items, cells))
-    order = np.lexsort((item, rank))
-    ends = np.searchsorted(rank[order], np.arange(1, len(tables)))
-    return SavePlan(tensors, np.split(item[order], ends), chunk[order])
+    rank, item, size = np.ascontiguousarray(np.concatenate(found).T)
+    counts, *kind = np.array(kinds or [(0, 0, 0)], np.int64).T
+    of_technique, wide = (np.repeat(one, counts) for one in kind)
+    # In a file the widest first, so that each begins at a multiple of its size. One sort, of one number.
+    file = 2 * rank + of_technique
+    order = np.argsort((file * (1 + wide.max(initial=0)) - wide) * (1 + item.max(initial=0)) + item)
+    begins = np.empty_like(size)
+    begins[order] = _begins(file[order], size[order])
+    written = np.split(item[order], np.searchsorted(rank[order], np.arange(1, len(tables))))
+    return SavePlan(Index(tensors, rank.astype(np.int32), begins), written)
+
+
+def _begins(file: Ints, size: Ints) -> Ints:
+    """The first byte of each chunk where those of a file, which stand together, follow each other."""
+    begins = np.cumsum(size) - size
+    firsts = np.flatnonzero(np.diff(file, prepend=-1))
+    found: Ints = begins - np.repeat(begins[firsts], np.diff(firsts, append=len(file)))
+    return found
 
 
 def _by_name(tables: Sequence[Table]) -> dict[str, dict[Kind, list[Ints]]]:

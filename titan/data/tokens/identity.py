@@ -42,6 +42,7 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
     copies = {key: path.name if path.is_file() else "" for key, path in paths.items()}
     # A plugin with a folder may not say which of its files it reads, and one with two files may call both the same.
     whole = all(name in files for name in copies.values() if name) and bool(files or not copies)
+    whole = whole and all(map(str.isprintable, files))  # a manifest lists no other names
     whole = whole and paths.keys() == {key for key, value in values.items() if value}  # none names several
     kept = whole and len({*copies.values()}) == len(copies) and sum(map(len, files.values())) <= MOST_BYTES
     known = Identity(name=tokenizer.name, fingerprint=tokenizer.fingerprint, copies=copies if kept else None)
