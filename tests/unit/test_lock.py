@@ -398,11 +398,21 @@ def test_a_count_that_fails_is_told_once_and_tried_again(
     assert held(tmp_path)["count"] > before
 
 
+def test_a_folder_is_held_though_its_count_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full fails the save itself, or lets it through; another run's lock is still seen."""
+    lock = taken(tmp_path)
+    monkeypatch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    lock.check()
+    (tmp_path / "lock.json").write_text(json.dumps({"token": "another's"}))
+    with pytest.raises(FolderError, match="is held by another run now"):
+        lock.check()
+
+
 def test_a_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "BEAT_S", 0.001)
     lock, beaten = FolderLock(tmp_path), Event()
     renew = lock._renew
-    monkeypatch.setattr(lock, "_renew", lambda: (renew(), beaten.set()))
+    monkeypatch.setattr(lock, "_renew", lambda: renew() or beaten.set())
     lock.take()
     assert beaten.wait(30)
     lock.release()

@@ -86,7 +86,10 @@ class FolderLock:
         self._sweep()
 
     def check(self) -> None:
-        """Look whether the folder is held, before what cannot be undone; FolderError: it is not; OSError: unknown."""
+        """Look whether the folder is held, before what cannot be undone; FolderError: it is not; OSError: unknown.
+
+        A count that cannot be written, as on a full disk, leaves the folder held; the next beat tells.
+        """
         if self._heart is not None:
             self._renew()
 
@@ -112,16 +115,17 @@ class FolderLock:
         told = False
         while not self._done.wait(BEAT_S):
             try:
-                self._renew()
+                failure = self._renew()
             except FolderError:
                 return  # which `check_known` tells
             except OSError as error:
-                if not told:
-                    log.warning(f"{self.path} cannot be renewed: {error.strerror}; trying again every {BEAT_S:g} s")
+                failure = error
+            if failure is not None and not told:
+                log.warning(f"{self.path} cannot be renewed: {failure.strerror}; trying again every {BEAT_S:g} s")
                 told = True
 
-    def _renew(self) -> None:
-        """Raise the count, if the lock is ours; put it back if somebody has removed it."""
+    def _renew(self) -> OSError | None:
+        """Raise the count, if the lock is ours; put it back if somebody has removed it. Returns why it could not be."""
         with self._renewing:
             self.check_known()
             self._count += 1
@@ -135,18 +139,22 @@ class FolderLock:
                     self._lose(f"may have been another run's: its lock is gone, last renewed {silent_s:.0f} s ago")
                 if self._claim(self._content()):
                     self._counted = time.monotonic()
-                    return
+                    return None
                 opened = os.open(self.path, os.O_RDWR)
             try:
                 holder = _holder(os.read(opened, _LARGEST))
                 if holder.get("token", self._me["token"]) != self._me["token"]:
                     self._lose(f"is held by another run now, which took this one for dead: {_words(holder)}")
                 content = self._content()
-                os.pwrite(opened, content, 0)
-                os.ftruncate(opened, len(content))
+                try:
+                    os.pwrite(opened, content, 0)
+                    os.ftruncate(opened, len(content))
+                except OSError as error:
+                    return error
             finally:
                 os.close(opened)
             self._counted = time.monotonic()
+            return None
 
     def _lose(self, why: str) -> None:
         self._lost = f"{self.folder} {why}; this run stops, and writes nothing more to the folder"
