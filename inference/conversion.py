@@ -51,7 +51,9 @@ class _SavedWeights:
     def __init__(self, path: Path, model: Model, technique: str) -> None:
         self.shapes = shapes_of(model)
         self._ranks = Ranks(0, 1)
-        self._saved = Saved.named(path, self._ranks).with_weights_of(technique)
+        with folders.named():
+            self._saved = Saved.open(path, self._ranks)
+        self._saved = self._saved.with_weights_of(technique)
         wanted = {MODEL + name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         check_weights(self._saved, wanted, self._ranks)
 

@@ -49,15 +49,18 @@ class PluginError(TitanError):
 
 
 class CheckpointError(TitanError):
-    """A path that leads to no weights, or to damaged or invalid ones, or to those of another model."""
+    """A path that leads to no weights, or to damaged or invalid ones, or to those of another model.
+    unreadable: see `UnreadableError`."""
 
     exit_code = EXIT_WRONG_INPUT
+    unreadable = False
 
 
 class UnreadableError(CheckpointError):
     """A checkpoint that the file system cannot read now. It may be intact, so no older one is used instead."""
 
     exit_code = EXIT_FAILED
+    unreadable = True
 
 
 class SaveError(CheckpointError):

@@ -92,10 +92,11 @@ class Checkpointer:
             lasting = True
             for path in candidates:
                 try:
-                    self._saved = self._open(path, named=resume not in ("auto", "required"))
+                    self._saved = self._open(path)
                 except CheckpointError as error:
-                    if resume not in ("auto", "required") or (isinstance(error, RankFailure) and error.unreadable):
-                        raise
+                    if resume not in ("auto", "required") or error.unreadable:
+                        with folders.named():
+                            raise
                     reasons[path] = str(error)
                     lasting = lasting and error.exit_code == EXIT_WRONG_INPUT
                     continue
@@ -125,10 +126,10 @@ class Checkpointer:
             log.warning(f"checkpoint.resume = {resume!r} ignores {own[-1]}, the newest checkpoint of this run")
         return [] if chosen is None else [chosen], {}
 
-    def _open(self, path: Path, named: bool = False) -> Saved:
+    def _open(self, path: Path) -> Saved:
         from titan.checkpoint.restore import Saved
 
-        return (Saved.named if named else Saved.open)(path, self._ranks)
+        return Saved.open(path, self._ranks)
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,

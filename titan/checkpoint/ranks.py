@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from titan.errors import EXIT_FAILED, CheckpointError, TitanError, UnreadableError
+from titan.errors import EXIT_FAILED, CheckpointError, TitanError
 
 T = TypeVar("T")
 
@@ -128,10 +128,8 @@ def _described(error: Exception | None, rank: int) -> tuple[str, bool, bool, int
     """What the `RankFailure` of an error is made of, fit to be sent to other ranks."""
     if error is None:
         return None
-    if isinstance(error, RankFailure):
-        return str(error), error.disk_full, error.unreadable, error.exit_code
     if isinstance(error, TitanError):
-        return str(error), False, isinstance(error, UnreadableError), error.exit_code
+        return str(error), getattr(error, "disk_full", False), getattr(error, "unreadable", False), error.exit_code
     text = str(error).strip() or type(error).__name__
     full = isinstance(error, OSError) and error.errno in _FULL
     return f"rank {rank}: {text.splitlines()[0]}", full, False, EXIT_FAILED

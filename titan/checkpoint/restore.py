@@ -25,7 +25,7 @@ from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, Index, StoredTensor
 from titan.checkpoint.disk.manifest import TECHNIQUES
 from titan.checkpoint.disk.plain import shown
-from titan.checkpoint.ranks import RankFailure, Ranks
+from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import Place, Stacks, Trained, firsts, local_part, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
 from titan.contracts import ModelPart
@@ -67,17 +67,6 @@ class Saved:
         if faults := [*chain(*ranks.gather(ranks.each(lambda: storage.wrong_headers(path, index, headers))))]:
             raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
         return cls(path, state, index)
-
-    @classmethod
-    def named(cls, path: Path, ranks: Ranks) -> Saved:
-        """The same of a checkpoint that the user has named, and that no other can stand in for."""
-        try:
-            return cls.open(path, ranks)
-        except CheckpointError as error:
-            if isinstance(error, RankFailure) and error.unreadable:
-                raise
-            error.args = (f"{error}; use another checkpoint, a copy of this one, or the version that wrote it",)
-            raise
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -227,8 +216,9 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
 
 def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique: str) -> None:
     """Fill the parts' tensors alone, as `load` does, with the weights that a technique keeps, if one is named."""
-    saved = Saved.named(path, ranks).with_weights_of(technique)
-    holders = model_tensors(parts)
+    with folders.named():
+        saved = Saved.open(path, ranks)
+    saved, holders = saved.with_weights_of(technique), model_tensors(parts)
     weights = firsts(holders)
     check_weights(saved, weights, ranks)
     saved.read(weights, ranks)

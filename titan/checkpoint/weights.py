@@ -29,13 +29,14 @@ def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
 
 def stored_rest(path: Path) -> dict[str, Any]:
     """What a titan checkpoint holds beside tensors, as `Run.rest` gave it; a CheckpointError if it cannot be read."""
-    rest: dict[str, Any] = folders.read_state(path)["rest"]
-    for key, kind in {"dropped": int, "valid_tokens": int, "tokenizer": dict}.items():
-        if type(rest.get(key, kind())) is not kind:
-            raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
-    if not all(type(section) is dict for section in rest.get("config", {"": None}).values()):
-        raise CheckpointError(f"{path / STATE} does not hold the config of the run")
-    return rest
+    with folders.named():
+        rest: dict[str, Any] = folders.read_state(path)["rest"]
+        for key, kind in {"dropped": int, "valid_tokens": int, "tokenizer": dict}.items():
+            if type(rest.get(key, kind())) is not kind:
+                raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
+        if not all(type(section) is dict for section in rest.get("config", {"": None}).values()):
+            raise CheckpointError(f"{path / STATE} does not hold the config of the run")
+        return rest
 
 
 def stored_tokenizer(path: Path) -> Identity:

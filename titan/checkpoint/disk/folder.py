@@ -11,7 +11,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -96,6 +97,17 @@ def read_state(path: Path) -> dict[str, Any]:
     if wrong:
         raise CheckpointError(f"{path / STATE} has no valid {shown(wrong[0])}")
     return state
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """What goes wrong with a checkpoint that the user has named ends with a remedy."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not error.unreadable:
+            error.args = (f"{error}; use another checkpoint, a copy of this one, or the version that wrote it",)
+        raise
 
 
 def _check_names(path: Path) -> None:

@@ -57,7 +57,6 @@ SYNCED_EARLY = 8 << 20
 
 _sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
-
 READ_AT_ONCE = 32 << 20
 """Bytes of host memory that a part of a chunk goes through, where it cannot be read into its tensor directly."""
 
