@@ -190,7 +190,7 @@ def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, An
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        ({"step": True}, "has no valid step"),
+        ({"step": True}, "has no valid rest.step"),
         ({"dropped": 1.5}, "dropped in rest that is not of type int"),
         ({"valid_tokens": "1"}, "valid_tokens in rest that is not of type int"),
         ({"tokenizer": []}, "tokenizer in rest that is not of type dict"),

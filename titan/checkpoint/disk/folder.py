@@ -90,7 +90,7 @@ def read_state(path: Path) -> dict[str, Any]:
         wrong += [name for name, value in values.items() if type(value) not in (NoneType, bool, int, float, str)]
     if not wrong:
         counts = {name: state[name] for name in ("step", "serial", "world_size")}
-        counts |= {f"{name} of its rest": rest.get(name, 0) for name in ("step", "tokens")}
+        counts |= {f"rest.{name}": rest.get(name, 0) for name in ("step", "tokens")}
         counts["samples"] = rest.get("data", {}).get("samples", 0)
         most = 1 << 62  # more than any count of steps, tokens or samples
         wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < most]
