@@ -54,8 +54,8 @@ class DcpWeights:
             for name, key in self._keys.items()
             if key in found and found[key].size != self.shapes[name]
         ]
-        # Without a prefix, weights and what lies beside them, as the optimizer's state, cannot be told apart.
-        unknown = [key for key in found if behind and key.startswith(_PREFIX) and key not in self._keys.values()]
+        # Without a prefix, the optimizer's state is told from weights by its name, as `dcp.save` of both has it.
+        unknown = [key for key in found.keys() - {*self._keys.values()} if _is_weight(key, behind)]
         absent = [name for name in self.shapes if name not in self._types]
         packed = [f"{name} ({dtype})" for name, dtype in self._types.items() if dtype not in TYPES.values()]
         # DCP reads what there is, and leaves the rest as it was.
@@ -98,6 +98,10 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
         yield
+
+
+def _is_weight(key: str, behind: bool) -> bool:
+    return key.startswith(_PREFIX) if behind else not key.startswith("optim")
 
 
 def _is_whole(entry: TensorStorageMetadata) -> bool:
