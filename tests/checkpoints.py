@@ -1,7 +1,7 @@
 """Small models, their optimizers and checkpoints, of one process and of ranks on any layout; and what fails there."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
+def save(folder: Path, layout: Layout, asynchronous: bool = False, steps: Sequence[int] = (7,)) -> None:
     model = model_on(layout)
     optimizer = adamw(model)
     set_known_state(model, optimizer)
     checkpointer = checkpointer_of(folder, asynchronous)
-    checkpointer.save(7, [ModelPart(model)], optimizer, {"layout": list(layout)})
+    for step in steps:
+        checkpointer.save(step, [ModelPart(model)], optimizer, {"layout": list(layout)})
     checkpointer.wait()

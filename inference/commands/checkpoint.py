@@ -1,15 +1,16 @@
-"""`titan checkpoint`: list checkpoints, verify their files against their manifests, remove some."""
+"""`titan checkpoint`: list checkpoints and their branches, verify their files against their manifests, remove some."""
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.lineage import Found, branch, parent
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, by_errno
 from titan.paths import no_folder, told
 
@@ -18,18 +19,22 @@ HELP = "list checkpoints, verify their files, or remove some"
 _FORMER = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
 """Files that checkpoints had before they were safetensors, and that can be removed with them."""
 
-COMPLETE, DAMAGED, UNFINISHED = "complete", "damaged", "unfinished"
+COMPLETE, ABANDONED, DAMAGED, UNFINISHED = "complete", "abandoned", "damaged", "unfinished"
 
 _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size, ranks, layout, and one of
   {COMPLETE}    all files are present and have the size in the manifest
+  {ABANDONED}   complete, but the run has gone back to an older checkpoint: neither the newest nor its ancestor
   {DAMAGED}     a file is missing or has another size; `titan checkpoint verify` also detects flipped bits
-  {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it"""
+  {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it
+The column `branch` draws which checkpoint goes on from which, like `git log --graph`, the oldest on top. The newest and
+its ancestors stand in the first column. `resume = "auto"` and retention follow that branch."""
 _VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint. Then read the index and the
 headers of the data files, which must agree. Prints each problem; exits with 1 if there is one. The manifest detects
 damage, not tampering: whoever changes a file on purpose can change the manifest too. Verifying or loading an untrusted
 checkpoint never executes code from it."""
-_RM = """Remove one checkpoint, or with --keep N all but the newest N complete checkpoints of a folder. --keep removes
-damaged checkpoints too, and leaves unfinished ones. Asks for confirmation. The only complete checkpoint of a folder is
+_RM = """Remove one checkpoint; with --keep N all but the newest N complete checkpoints of a folder's branch; with
+--abandoned those of other branches. --keep removes other branches and damaged checkpoints too, and leaves unfinished
+ones. Asks for confirmation. The only complete checkpoint of a folder is
 removed only with --yes. A folder that is no checkpoint, or holds other files, is never touched."""
 
 
@@ -43,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("where", type=Path, metavar="DIR", help="a run, its checkpoints folder, or one checkpoint")
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(does=does)
-    about = "remove all but the N newest complete checkpoints of the folder"
-    kind.add_argument("--keep", type=int, metavar="N", help=about)
+    which = kind.add_mutually_exclusive_group()
+    which.add_argument("--keep", type=int, metavar="N", help="remove all but the N newest complete ones of the branch")
+    which.add_argument("--abandoned", action="store_true", help="remove what is on no branch but abandoned ones")
     kind.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
@@ -59,13 +65,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    checkpoints = [_about(path) for path in _checkpoints(args.where)]
+    found = _checkpoints(args.where)
+    checkpoints = [{**_about(each.path), **_related(each, found)} for each in found]
     if args.json:
         print(json.dumps({"checkpoints": checkpoints}))
         return EXIT_DONE
-    rows = [["step", "saved", "size", "ranks", "layout", "state", "path"]]
-    for each in checkpoints:
-        row = {**each, "size": _megabytes(each["bytes"]), "ranks": each["world_size"]}
+    rows = [["branch", "step", "saved", "size", "ranks", "layout", "state", "path"]]
+    for each, line in zip(checkpoints, _graph(found), strict=True):
+        state = ABANDONED if each["abandoned"] and each["state"] == COMPLETE else each["state"]
+        row = {**each, "branch": line, "size": _megabytes(each["bytes"]), "ranks": each["world_size"], "state": state}
         rows.append(["-" if row[key] is None else str(row[key]) for key in rows[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for texts in rows:
@@ -77,7 +85,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    checkpoints = [path for path in _checkpoints(args.where) if path.suffix != ".tmp"]
+    checkpoints = [each.path for each in _checkpoints(args.where) if each.path.suffix != ".tmp"]
     total = sum(map(_bytes, checkpoints))
     if not checkpoints:
         raise CheckpointError(f"{args.where} holds no finished checkpoint")
@@ -97,7 +105,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _rm(args: argparse.Namespace) -> int:
-    doomed, spared = _doomed(args.where, args.keep)
+    doomed, spared = _doomed(args.where, args.keep, args.abandoned)
     if any(map(_sound, doomed)) and not any(map(_sound, spared)) and not args.yes:
         raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
@@ -126,30 +134,35 @@ def _rm(args: argparse.Namespace) -> int:
     return EXIT_DONE if len(freed) == len(doomed) else EXIT_FAILED
 
 
-def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:
+def _doomed(where: Path, keep: int | None, abandoned: bool) -> tuple[list[Path], list[Path]]:
     """Which checkpoints to remove, and which others stand beside them."""
-    if keep is None:
+    if keep is None and not abandoned:
         if not _is_checkpoint(where):
             _inside(where)
             hint = "to remove all but the newest N of a folder, add --keep N"
             raise CheckpointError(f"{where} is not one checkpoint; {hint}")
-        return [where], [path for path in folders.complete(where.parent) if path.resolve() != where.resolve()]
-    if keep < 1:
+        beside = folders.sound(folders.survey(where.parent, sizes=False))
+        return [where], [path for path in beside if path.resolve() != where.resolve()]
+    if keep is not None and keep < 1:
         raise CheckpointError(f"--keep {keep}: must be at least 1")
     if _is_checkpoint(where):
-        raise CheckpointError(f"{where} is one checkpoint; --keep needs a run or its checkpoints folder")
-    complete, damaged = folders.survey(_inside(where))
-    return [*damaged, *complete[:-keep]], complete[-keep:]
+        raise CheckpointError(f"{where} is one checkpoint; --keep and --abandoned need a run or its checkpoints folder")
+    found = folders.survey(_inside(where))
+    kept = branch(found)
+    if abandoned:
+        return [each.path for each in found if each.lineage and each not in kept], folders.sound(kept)
+    spared = folders.sound(kept)[-(keep or 0) :]
+    return [each.path for each in found if each.path not in spared], spared
 
 
-def _checkpoints(where: Path) -> list[Path]:
-    """All checkpoints a path means: complete ones as they were committed, then the damaged and the unfinished."""
+def _checkpoints(where: Path) -> list[Found]:
+    """All checkpoints a path means: in the order of commits, then those that say no order and the unfinished."""
     if _is_checkpoint(where):
-        return [where]
+        return [next((each for each in folders.survey(where.parent) if each.path == where), Found(0, where, ()))]
     inside = _inside(where)
-    complete, damaged = folders.survey(inside)
+    found = sorted(folders.survey(inside), key=lambda each: (not each.lineage, each))
     unfinished = sorted(path for path in inside.iterdir() if folders.is_unfinished(path))
-    if not (checkpoints := [*complete, *damaged, *unfinished]):
+    if not (checkpoints := [*found, *(Found(0, path, ()) for path in unfinished)]):
         raise CheckpointError(f"{where} is not a checkpoint and contains none")
     return checkpoints
 
@@ -210,6 +223,44 @@ def _about(path: Path) -> dict[str, Any]:
     saved = {"path": str(path), "step": stored.get("step", _step_of(path)), "saved": stored.get("saved")}
     made_by = {"world_size": stored.get("world_size"), "layout": layout}
     return {**saved, "bytes": _bytes(path), **made_by, "state": state, "fault": fault}
+
+
+def _related(one: Found, found: Sequence[Found]) -> dict[str, Any]:
+    """What a checkpoint goes on from, and whether a branch was abandoned with it."""
+    before = parent(one, found)
+    return {"parent": before and str(before.path), "abandoned": bool(one.lineage) and one not in branch(found)}
+
+
+def _graph(found: Sequence[Found]) -> list[str]:
+    """A line for each checkpoint, which stand in order: `*` in the lane of its branch, `|` in lanes that go on."""
+    kept = branch(found)
+    lanes: dict[Path, int] = {}
+    forks: dict[int, int] = {}  # row in which a lane begins -> the lane that it leaves
+    rows: dict[int, list[int]] = {}  # of each lane
+    followed: set[Path] = set()
+    for row, each in enumerate(found):
+        before = parent(each, found[:row])
+        lane = 0 if each in kept else 1 + max(lanes.values(), default=0)
+        if before is not None:
+            left = lanes[before.path]
+            lane = left if left and before.path not in followed else lane
+            forks |= {row: left} if left != lane else {}
+            followed.add(before.path)
+        if each.lineage:
+            lanes[each.path] = lane
+            for number in {lane, forks.get(row, lane)}:
+                rows.setdefault(number, []).append(row)
+    drawn = ((row, lanes.get(each.path)) for row, each in enumerate(found))
+    return ["" if lane is None else _line(row, lane, forks, rows) for row, lane in drawn]
+
+
+def _line(row: int, lane: int, forks: Mapping[int, int], rows: Mapping[int, Sequence[int]]) -> str:
+    goes_on = {number for number, those in rows.items() if those[0] <= row <= those[-1]}
+    cells = ["*" if number == lane else "|" if number in goes_on else " " for number in range(max(rows) + 1)]
+    left = forks.get(row, lane)
+    begins = [*"".join(f"{cell} " for cell in cells)]
+    begins[2 * left + 1 : 2 * lane] = "-" * (2 * (lane - left) - 1)
+    return "".join(begins).rstrip()
 
 
 def _bytes(path: Path) -> int:

@@ -24,8 +24,9 @@ def run(tmp_path: Path) -> Path:
     """Three checkpoints, and what a killed save left."""
     parts, optimizer = mutations.build()
     mesh = {"dp_shard": 2, "tp": 1, "pp": 4, "schedule": "1f1b"}
+    saver = mutations.checkpointer(tmp_path / "checkpoints")
     for step in (10, 20, 30):
-        mutations.checkpointer(tmp_path / "checkpoints").save(step, parts, optimizer, {"config": {"mesh": mesh}})
+        saver.save(step, parts, optimizer, {"config": {"mesh": mesh}})
     (tmp_path / "checkpoints" / "step-00000040.tmp").mkdir()
     (tmp_path / "checkpoints" / "notes").mkdir()
     return tmp_path
@@ -51,12 +52,8 @@ def test_list(run: Path, say: Say) -> None:
     code, out, err = say("list", run, "--json")
     shown = json.loads(out)["checkpoints"]
     assert code == 0 and err == ""
-    assert [(one["step"], one["state"]) for one in shown] == [
-        (10, "complete"),
-        (30, "complete"),
-        (20, "damaged"),
-        (40, "unfinished"),
-    ]
+    states = dict(zip((10, 20, 30, 40), ("complete", "damaged", "complete", "unfinished"), strict=True))
+    assert {one["step"]: one["state"] for one in shown} == states
     assert shown[0] | {"saved": ""} == {
         "path": str(_path(run, 10)),
         "step": 10,
@@ -66,9 +63,11 @@ def test_list(run: Path, say: Say) -> None:
         "bytes": sum(file.stat().st_size for file in _path(run, 10).iterdir()),
         "state": "complete",
         "fault": "",
+        "parent": None,
+        "abandoned": False,
     }
-    code, out, err = say("list", run / "checkpoints")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "10", "30", "20", "40"]
+    assert [one["parent"] for one in shown[1:]] == [str(_path(run, 10)), str(_path(run, 20)), None]
+    code, _, err = say("list", run / "checkpoints")
     size = (_path(run, 20) / "state.json").stat().st_size
     assert err == f"{_path(run, 20)} is damaged: state.json has {size} bytes, its manifest says {size - 1}\n"
     assert len(say("list", _path(run, 30))[1].splitlines()) == 2

@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE
 from titan.errors import CheckpointError
 
 
-def _make(path: Path, serial: int = 0) -> Path:
+def _make(path: Path, serial: int = 0, lineage: Sequence[tuple[str, int]] = ()) -> Path:
+    """A checkpoint without data; without a lineage, all are of one branch in the order of their numbers."""
     path.mkdir(parents=True, exist_ok=True)
     (path / INDEX).write_bytes(b"i")
-    state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
+    origin = {"serial": serial, "lineage": lineage or [("a", serial)]}
+    state = {"format": folders.FORMAT, "step": 1, **origin, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
-    manifest.write(path, {name: manifest.entry_of(path / name) for name in (INDEX, STATE)})
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in (INDEX, STATE)}, origin)
     return path
 
 
@@ -32,16 +34,9 @@ def test_unfinished_and_foreign_folders_are_not_complete(tmp_path: Path) -> None
     broken = [tmp_path / f"step-0000004{number}" for number in range(3)]
     for path, name in zip(broken, (INDEX, STATE, MANIFEST), strict=True):
         (_make(path) / name).unlink()
-    assert list(folders.survey(tmp_path)[1]) == broken
+    assert [each.path for each in folders.survey(tmp_path) if each.fault] == broken
     assert folders.complete(tmp_path) == [good]
     assert folders.complete(tmp_path / "absent") == []
-
-
-def test_order_is_that_of_commits_not_of_steps(tmp_path: Path) -> None:
-    left_behind = _make(tmp_path / "step-00001000", serial=1)
-    again = _make(tmp_path / "step-00000010", serial=2)
-    assert folders.complete(tmp_path) == [left_behind, again]
-    assert folders.next_serial(tmp_path) == 3
 
 
 def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
@@ -50,29 +45,42 @@ def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     (paths[0] / STATE).write_text('{"format": ')
     (paths[1] / INDEX).write_bytes(b"ii")
     (paths[2] / "rank-00000.safetensors").touch()
-    found, damaged = folders.survey(tmp_path)
-    assert found == [good]
-    assert [damaged[path].removeprefix(f"{path}") for path in paths] == [
-        " is damaged: state.json has 11 bytes, its manifest says 125",
-        " is damaged: titan.index has 2 bytes, its manifest says 1",
-        " is damaged: rank-00000.safetensors is not in its manifest",
-    ]
+    damaged = {each.path: each.fault for each in folders.survey(tmp_path)}
+    assert not damaged.pop(good)
+    for path, told in zip(paths, (f"{STATE} has 11 bytes", f"{INDEX} has 2 bytes", "not in its manifest"), strict=True):
+        assert damaged[path].startswith(f"{path} is damaged: ") and told in damaged[path]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [10, 20, 30]), (1, [30]), (2, [20, 30]), (9, [10, 20, 30])])
-def test_retention_keeps_the_newest_complete(tmp_path: Path, keep: int, left: list[int]) -> None:
-    for serial, step in enumerate((10, 20, 30), start=1):
-        _make(folders.step_folder(tmp_path, step), serial)
-    (tmp_path / "step-00000040").mkdir()
-    folders.retain(tmp_path, keep)
-    assert names_in(tmp_path) == [f"step-000000{step}" for step in [*left, 40]]
+BACK = [("a", 8), ("b", 9)]
+
+
+@pytest.mark.parametrize(
+    ("lineages", "keep", "removed"),
+    [
+        ([[("a", 8)], [("a", 10)], [("a", 12)]], 0, ""),
+        ([[("a", 8)], [("a", 10)], [("a", 12)]], 2, "0"),
+        # Back from 12 to 8: the branch that was left stays until the new one has as many of its own.
+        ([[("a", 8)], [("a", 10)], [("a", 12)], BACK], 2, ""),
+        ([[("a", 8)], [("a", 10)], [("a", 12)], BACK, [("a", 8), ("b", 11)]], 2, "012"),
+        ([[("a", 8)], [("a", 10)], BACK, [("a", 8), ("b", 11)], [("a", 8), ("c", 9)]], 2, ""),
+        ([[("a", 8)], [("a", 12)], BACK, [("a", 8), ("b", 11), ("c", 13)]], 1, "012"),
+        # Another run's checkpoints, and a run that began anew in this folder.
+        ([[("x", 4), ("a", 6)], [("x", 4), ("a", 8)], [("b", 2)]], 2, ""),
+        ([[("x", 4), ("a", 6)], [("x", 4), ("a", 8)], [("b", 2)], [("b", 4)]], 2, "01"),
+    ],
+)
+def test_retention_follows_the_branch(
+    tmp_path: Path, lineages: list[list[tuple[str, int]]], keep: int, removed: str
+) -> None:
+    paths = [_make(folders.step_folder(tmp_path, n), n + 1, each) for n, each in enumerate(lineages)]
+    [*map(folders.sweep, folders.retain(tmp_path, keep))]
+    assert names_in(tmp_path) == [path.name for n, path in enumerate(paths) if str(n) not in removed]
 
 
 def test_retention_neither_counts_nor_removes_the_damaged(tmp_path: Path) -> None:
     paths = [_make(folders.step_folder(tmp_path, step), step) for step in (10, 20, 30, 40)]
-    folders.retain(tmp_path, 2, {paths[1], paths[2]})
-    assert names_in(tmp_path) == [path.name for path in paths]
-    folders.retain(tmp_path, 1, {paths[1]})
+    assert [*folders.retain(tmp_path, 2, {paths[1], paths[2]})] == []
+    [*map(folders.sweep, folders.retain(tmp_path, 1, {paths[1]}))]
     assert names_in(tmp_path) == [paths[1].name, paths[3].name]
 
 
@@ -162,9 +170,9 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning_once(tmp_path: Path, tol
     _make(tmp_path / "step-00000005.removed-0123abcd.tmp")
     _make(tmp_path / "step-00000006.tmp")
     for step in (40, 50):
-        folders.retain(tmp_path, 1)
+        [*map(folders.sweep, folders.retain(tmp_path, 1))]
         assert folders.begin(tmp_path, step).is_dir()
-    assert folders.complete(tmp_path) == [newest] and folders.survey(tmp_path)[1] == {}
+    assert [each.path for each in folders.survey(tmp_path)] == [newest]
     left = [path for path in tmp_path.iterdir() if folders.is_unfinished(path)]
     assert len(told) == 5 and len(left) == 6, "two leftovers, two retired, the .tmp of step 40 begun twice"
     assert all("cannot be removed: Directory not empty; the next save" in words for words in told)
@@ -193,7 +201,7 @@ def test_what_was_replaced_and_cannot_be_removed_never_comes_back(tmp_path: Path
     assert folders.read_state(tmp_path / "step-00000010")["serial"] == 3
     folders.remove(tmp_path / "step-00000010")
     folders.tidy(tmp_path)
-    assert folders.survey(tmp_path) == ([], {})
+    assert folders.survey(tmp_path) == []
 
 
 def test_a_leftover_that_cannot_be_moved_either_refuses_the_save_of_its_step(
@@ -227,4 +235,4 @@ def test_a_checkpoint_that_is_removed_meanwhile_counts_for_nothing(
     folders.next_serial(tmp_path)
     at, reads = 2, iter(range(100))
     assert folders.next_serial(tmp_path) == 3
-    assert folders.survey(tmp_path)[1] == {}
+    assert not any(each.fault for each in folders.survey(tmp_path))

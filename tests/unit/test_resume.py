@@ -199,7 +199,8 @@ def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, An
     ],
 )
 def test_a_state_of_other_kinds_is_refused(rest: Any, said: str, tmp_path: Path) -> None:
-    state = {"format": folders.FORMAT, "step": 1, "serial": 1, "world_size": 1, "saved": "", "torch": "", "values": {}}
+    state = {"format": folders.FORMAT, "step": 1, "serial": 1, "lineage": [["a", 1]], "world_size": 1}
+    state |= {"saved": "", "torch": "", "values": {}}
     (tmp_path / "state.json").write_text(json.dumps({**state, "rest": rest}))
     with pytest.raises(CheckpointError, match=f"{said}; use another checkpoint, a copy of this one, or the version"):
         stored_rest(tmp_path)

@@ -44,12 +44,11 @@ LISTED = {
     "titan/checkpoint/checkpointer.py": {
         "load: self.wait": SAVE, "save: self.wait": SAVE, "go_on_with: self.wait": SAVE, "close: self.wait": SAVE,
         "connect: self._ranks.connect": GROUP, "wait: self._writer.join": SAVE,
+        "wait: self._sweeper.join": SAVE,
     },
     "titan/ranks/folder_lock.py": {"release: heart.join": "BEAT_S", "_beat: self._done.wait": "BEAT_S"},
     "titan/checkpoint/ranks.py": {"leave: late.wait": "1 ms", "go_on_with: self.connect": GROUP},
-    "titan/checkpoint/disk/tensor_file.py": {
-        "created: hashed._sync.result": SAVE, "write: hashed.result": SAVE, "write: self._sync.result": SAVE,
-    },
+    "titan/checkpoint/disk/tensor_file.py": {"write: self._hashing.result": SAVE},
     "inference/commands/eval.py": {"_evaluate: process.join": "comm.init_timeout_s"},
     "inference/commands/generate.py": {"_generate: process.join": "comm.init_timeout_s"},
     "titan/contracts/host.py": {"allocating_on_host: _allocating.get": OWN},

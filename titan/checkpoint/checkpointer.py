@@ -21,6 +21,7 @@ import torch
 from titan.checkpoint import storage, techniques
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index, manifest
+from titan.checkpoint.disk.lineage import Found, Lineage, branch, descends, new_start
 from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.disk.tensor_file import WORDS
@@ -71,6 +72,9 @@ class Checkpointer:
         self._saved: Saved | None = None
         self._damaged: set[Path] = set()
         self._next: int | None = None
+        self._ancestors: Lineage = ()
+        self._start = new_start()
+        self._sweeper: Thread | None = None
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
@@ -84,7 +88,7 @@ class Checkpointer:
                 one would then undo what may be sound.
         """
         with self._limit(f"looking for a checkpoint in {self.folder}"):
-            candidates, reasons = self._ranks.first(lambda: self._candidates(resume))
+            candidates, reasons, others = self._ranks.first(lambda: self._candidates(resume))
             if resume == "required" and not candidates and not reasons:
                 # The words are agreed on too: an error that is equal on all ranks is printed once.
                 folder = self._ranks.first(lambda: str(self.folder))
@@ -111,20 +115,29 @@ class Checkpointer:
                 told = "; ".join(reasons.values())
                 anew = 'set checkpoint.resume = "never" to start a new run'
                 kind = CheckpointError if lasting else UnreadableError
-                raise kind(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
+                raise kind(f"no sound checkpoint is left in {self.folder}: {told}{others}; {anew}")
             return None
 
-    def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str]]:
-        """What to try, first the best, and what is out of the question and why."""
+    def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str], str]:
+        """What to try, first the best; what is damaged and why; what to say of other branches if all is."""
         self._tidy()
-        own, damaged = folders.survey(self.folder)
+        found = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
         if resume in ("auto", "required"):
-            return own[::-1], damaged
+            self._tell_abandoned(found, branch(found), log.info)
+            damaged = {each.path: each.fault for each in found if each.fault}
+            return folders.sound(branch(found))[::-1], damaged, folders.on_other_branches(found)
         chosen = None if resume == "never" else folders.choose(resume)
-        if own and (chosen is None or chosen.resolve() != own[-1].resolve()):
-            log.warning(f"checkpoint.resume = {resume!r} ignores {own[-1]}, the newest checkpoint of this run")
-        return [] if chosen is None else [chosen], {}
+        lineage = () if chosen is None else folders.read_state(chosen)["lineage"]
+        self._tell_abandoned(found, [each for each in found if descends(lineage, each)], log.warning)
+        return [] if chosen is None else [chosen], {}, ""
+
+    def _tell_abandoned(self, found: Sequence[Found], kept: Sequence[Found], tell: Callable[[str], None]) -> None:
+        others = [path.name for path in folders.sound(each for each in found if each not in kept)]
+        if others:
+            ends = [f"this branch has {self.keep} of its own"] if self.keep else []
+            ends += ["a save replaces their step", f"`titan checkpoint rm {self.folder} --abandoned` removes them"]
+            tell(f"abandoned: {', '.join(others)} in {self.folder}; kept until {', or '.join(ends)}")
 
     def _open(self, path: Path) -> Saved:
         from titan.checkpoint.restore import Saved
@@ -151,6 +164,7 @@ class Checkpointer:
         with self._limit(f"loading the checkpoint {path}"):
             verified, self._saved = self._saved, None
             saved = verified if verified is not None and verified.path == path else self._open(path)
+            self._ancestors, self._start = saved.state["lineage"], new_start()
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
         return rest
 
@@ -216,10 +230,14 @@ class Checkpointer:
         folders.tidy(self.folder)
 
     def wait(self) -> None:
-        """Return when no save is in flight; raises the CheckpointError of one that failed."""
+        """Return when no save is in flight, nor a removal; raises the CheckpointError of a save that failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+        if self._sweeper is not None:  # not before: the writer starts it
+            with self._limit(f"removing old checkpoints from {self.folder}"):
+                self._sweeper.join()
+            self._sweeper = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -267,19 +285,19 @@ class Checkpointer:
         self._held()
         assert self._planner.plan is not None
         entries[manifest.INDEX] = index.write(path / manifest.INDEX, self._planner.plan.index)
-        serial = folders.next_serial(self.folder)
+        serial = max(folders.next_serial(self.folder), self._next or 1)
         if self._next is not None and serial > self._next:  # a successor has come and gone while it was suspended
             raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
         self._next = serial
+        origin = {"serial": serial, "lineage": [*self._ancestors, (self._start, step)]}
         write_table(path / manifest.STATE, {
-            "format": folders.FORMAT, "step": step, "serial": serial,
-            "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
-            "rest": snapshot.rest,
+            "format": folders.FORMAT, "step": step, **origin, "world_size": self._ranks.size,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__,
+            "optimizer": snapshot.optimizer, "values": snapshot.values, "rest": snapshot.rest,
         })  # fmt: skip
         others = (manifest.STATE, *folders.write_copies(path, self._copies))
         entries |= {name: manifest.entry_of(path / name) for name in others}
-        manifest.write(path, entries)
+        manifest.write(path, entries, origin)
         size = sum(entry.size for entry in entries.values()) / 1e6
         self._held()
         self._next = serial + 1  # before: a commit that fails in its last sync has happened
@@ -287,9 +305,13 @@ class Checkpointer:
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
         self._damaged.discard(final)
         try:
-            folders.retain(self.folder, self.keep, self._damaged)
+            doomed = [*folders.retain(self.folder, self.keep, self._damaged)]
         except (OSError, UnreadableError) as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
+            return
+        # Aside: to remove as many bytes as were written takes a fifth of the time of the save.
+        self._sweeper = Thread(target=lambda: [*map(folders.sweep, doomed)], name="old checkpoints", daemon=True)
+        self._sweeper.start()
 
     def _give_up_together(self, step: int, reason: str, full: bool) -> str:
         """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""

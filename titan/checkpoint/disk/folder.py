@@ -11,13 +11,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.lineage import Found, Lineage, branch, is_lineage
 from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import cannot_be_read, read_table, shown, synced
 from titan.errors import CheckpointError, SaveError, UnreadableError
@@ -30,7 +31,7 @@ HF_CONFIG = "config.json"
 DCP_METADATA = ".metadata"
 """The file that makes a folder one in PyTorch's default format, which `titan convert` alone reads."""
 
-FORMAT = 2
+FORMAT = 3
 """Number of the layout of a checkpoint's folder; another one is refused."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
@@ -38,8 +39,12 @@ _UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed-[0-9a-f]{8})?\.tmp"
 _DOOMED = re.compile(r".+\.removed-[0-9a-f]{8}\.tmp", re.ASCII)
 
 _FIELDS: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "serial", "world_size"), (int,))
-_FIELDS |= {"saved": (str,), "torch": (str,), "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,)}
+_FIELDS |= {"lineage": (list,), "saved": (str,), "torch": (str,), "optimizer": (str, NoneType)}
+_FIELDS |= dict.fromkeys(("values", "rest"), (dict,))
 """Types of the fields of a state.json."""
+
+_MOST = 1 << 62
+"""More than any count of steps, tokens or samples."""
 
 _told: set[Path] = set()
 """What this process has said cannot be removed."""
@@ -92,8 +97,8 @@ def read_state(path: Path) -> dict[str, Any]:
         counts = {name: state[name] for name in ("step", "serial", "world_size")}
         counts |= {f"rest.{name}": rest.get(name, 0) for name in ("step", "tokens")}
         counts["samples"] = rest.get("data", {}).get("samples", 0)
-        most = 1 << 62  # more than any count of steps, tokens or samples
-        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < most]
+        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < _MOST]
+        wrong += ["lineage"] * (not is_lineage(state["lineage"]))
     if wrong:
         raise CheckpointError(f"{path / STATE} has no valid {shown(wrong[0])}")
     return state
@@ -133,41 +138,64 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """The complete checkpoints of a folder, in the order they were committed, and the damaged ones with what is wrong.
+def survey(folder: Path, *, sizes: bool = True) -> list[Found]:
+    """All that has the name of a checkpoint in a folder, in the order of commits.
 
-    Damage is what can be seen without reading data. The order is not that of steps: a run that started again under the
-    same name stands at a lower step than what it left behind.
+    The order is not that of steps: a run that went back to an older checkpoint stands at a lower step than what it
+    abandoned. Damage is what can be seen without reading data; what is removed meanwhile counts for nothing.
+
+    sizes: look at those of the files too; with many ranks there are many files.
     """
-    found, damaged = _serials(folder, check_sizes)
-    return [path for _, path in found], damaged
-
-
-def complete(folder: Path) -> list[Path]:
-    """As `survey`'s, but sizes are not looked at: with many ranks there are many files."""
-    return [path for _, path in _serials(folder, _check_names)[0]]
-
-
-def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[int, Path]], dict[Path, str]]:
-    """(serial, checkpoint) of each complete one in order, and the damaged; what is removed meanwhile is neither."""
-    found, damaged = [], {}
+    found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_step(path):
             continue
         try:
-            check(path)
-            found.append((read_state(path)["serial"], path))
+            (check_sizes if sizes else _check_names)(path)
+            state = read_state(path)
+            found.append(Found(state["serial"], path, state["lineage"]))
         except UnreadableError:
             raise  # a save that did not know the newest would be taken for an older one
         except (CheckpointError, FileNotFoundError) as error:
             if path.exists():
-                damaged[path] = str(error)
-    return sorted(found), damaged
+                found.append(Found(*_origin(path), str(error)))
+    return sorted(found)
+
+
+def _origin(path: Path) -> tuple[int, Path, Lineage]:
+    """Serial number and lineage of a damaged checkpoint: its manifest has a copy of what its state.json says."""
+    for name in (STATE, MANIFEST):
+        try:
+            table = read_table(path / name)
+        except CheckpointError as error:
+            if error.unreadable:
+                raise
+            continue
+        serial, lineage = table.get("serial"), table.get("lineage")
+        if type(serial) is int and 0 <= serial < _MOST and is_lineage(lineage):
+            return serial, path, lineage
+    return 0, path, ()
+
+
+def complete(folder: Path) -> list[Path]:
+    """The newest complete checkpoint of a folder and its ancestors, the oldest first. Sizes are not looked at."""
+    return sound(branch(survey(folder, sizes=False)))
+
+
+def sound(found: Iterable[Found]) -> list[Path]:
+    """Those in which no damage is seen."""
+    return [each.path for each in found if not each.fault]
 
 
 def next_serial(folder: Path) -> int:
     """Number of the next checkpoint to be committed, from 1."""
-    return max((serial for serial, _ in _serials(folder, _check_names)[0]), default=0) + 1
+    return max((each.serial for each in survey(folder, sizes=False)), default=0) + 1
+
+
+def on_other_branches(found: Sequence[Found]) -> str:
+    """What to say where a branch has no sound checkpoint, and others have some; else empty."""
+    others = sound(each for each in found if each not in branch(found))
+    return f"; name {others[-1]} to go on from an abandoned branch" if others else ""
 
 
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
@@ -178,15 +206,16 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     path = expanded(given, option)
     if is_complete(path):
         return path
-    found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    found = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    candidates, damaged = sound(branch(found)), {each.path: each.fault for each in found if each.fault}
     for reason in damaged.values():
-        log.warning(f"damaged and ignored: {reason}{f'; using {found[-1]} instead' if found else ''}")
-    if found:
-        return found[-1]
+        log.warning(f"damaged and ignored: {reason}{f'; using {candidates[-1]} instead' if candidates else ''}")
+    if candidates:
+        return candidates[-1]
     if not path.is_dir():
         told = no_folder(path)
     elif damaged:
-        told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}"
+        told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}{on_other_branches(found)}"
     elif is_hf(path):
         told = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
     elif is_dcp(path):
@@ -284,17 +313,22 @@ def commit(path: Path) -> Path:
     return final
 
 
-def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
-    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. One that cannot be removed is told once.
+def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> Iterator[Path]:
+    """Remove the checkpoints that are older than the newest `keep` of the branch, other branches' too; 0 keeps all.
+
+    A branch that was abandoned thus stays until its successor has `keep` of its own. Each is renamed at once, and given
+    back for `sweep` under its new name. One that cannot be renamed is told once.
 
     damaged: neither counted nor removed.
     """
-    sound = [path for path in complete(folder) if path not in damaged]
-    for path in sound[:-keep] if keep > 0 else []:
-        try:
-            remove(path)
-        except OSError as error:
-            _tell_left(path, error)
+    found = [each for each in survey(folder, sizes=False) if not each.fault and each.path not in damaged]
+    kept = branch(found)[-keep:] if keep else []
+    for each in found if keep and len(kept) == keep else []:
+        if each.serial < kept[0].serial:
+            try:
+                yield _renamed(each.path)
+            except OSError as error:
+                _tell_left(each.path, error)
 
 
 def remove(path: Path) -> bool:

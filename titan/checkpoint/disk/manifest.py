@@ -74,16 +74,17 @@ def entry_of(file: Path, read: Progress = lambda count: None) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def write(path: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write a checkpoint's manifest, its last file."""
-    write_table(path / MANIFEST, {"files": {name: entries[name]._asdict() for name in sorted(entries)}})
+def write(path: Path, entries: Mapping[str, FileEntry], origin: Mapping[str, object] | None = None) -> None:
+    """Write a checkpoint's manifest, its last file. origin: what it repeats of the state.json, in case of damage."""
+    files = {name: entries[name]._asdict() for name in sorted(entries)}
+    write_table(path / MANIFEST, {"files": files, **(origin or {})})
 
 
 def read(path: Path) -> dict[str, FileEntry]:
     """The files a checkpoint is made of, by name; a CheckpointError where it lists what no checkpoint has."""
     table = read_table(path / MANIFEST)
     files = table.get("files")
-    if not isinstance(files, dict) or len(table) != 1:
+    if not isinstance(files, dict) or table.keys() - {"files", "serial", "lineage"}:
         raise CheckpointError(f"{path / MANIFEST} is not a table of files")
     entries = {}
     for name, entry in files.items():

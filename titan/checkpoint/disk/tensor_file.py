@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
@@ -49,13 +50,11 @@ MOST_BYTES = 1 << 62
 """What any size or place in a file is at most."""
 MOST_DIMENSIONS = 32
 
-HASHED_ASIDE = 1 << 16
-"""Bytes of a tensor from which on it is hashed on another thread; a smaller one is hashed before a thread wakes up."""
+SMALL = 1 << 16
+"""Bytes of a tensor below which it may wait to be hashed with others before it."""
 
-SYNCED_EARLY = 8 << 20
-"""Bytes written after which a sync begins on another thread, so that the one at the end of the file is short."""
-
-_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+WRITTEN_OUT = 8 << 20
+"""Bytes after which the kernel is told to write them to the disk, so that the sync at the end of the file is short."""
 
 READ_AT_ONCE = 32 << 20
 """Bytes of host memory that a part of a chunk goes through, where it cannot be read into its tensor directly."""
@@ -113,41 +112,39 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class _HashedFile:
-    """A file that other threads hash and sync while it is written. size: bytes so far."""
+    """A file that another thread hashes while it is written. size: bytes so far."""
 
-    def __init__(self, file: BinaryIO, aside: Executor) -> None:
+    def __init__(self, file: FileIO, aside: Executor) -> None:
         self._file, self._aside, self.digest, self.size = file, aside, hashlib.sha256(), 0
-        self._sync: Future[None] | None = None
-        self._sync_begun = 0
+        self._hashing: Future[None] | None = None
+        self._written_out = 0
 
     @classmethod
     @contextmanager
     def created(cls, path: Path) -> Iterator[_HashedFile]:
-        """A new file, on disk when the block ends."""
-        with path.open("wb") as file, ThreadPoolExecutor(2, "checkpoint file") as aside:
+        """A new file, hashed and on disk when the block ends."""
+        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint hash") as aside:
             hashed = cls(file, aside)
             yield hashed
-            file.flush()
-            if hashed._sync is not None:
-                hashed._sync.result()  # an error of the disk is told to one sync, and the next one succeeds
             os.fsync(file.fileno())
 
     def write(self, data: memoryview) -> None:
-        # It returns when the bytes are hashed: they are the tensor's own memory, of which no copy is made.
-        hashed = self._aside.submit(self.digest.update, data) if len(data) >= HASHED_ASIDE else None
-        try:
-            self._file.write(data)
-            self.size += len(data)
-            if self.size - self._sync_begun >= SYNCED_EARLY and (self._sync is None or self._sync.done()):
-                if self._sync is not None:
-                    self._sync.result()
-                self._sync = self._aside.submit(_sync_data, self._file.fileno())
-                self._sync_begun = self.size
-        finally:
-            if hashed is not None:
-                hashed.result()
-        if hashed is None:
-            self.digest.update(data)
+        # Of a tensor no copy is made, so that at most two are in memory: the one that is written and the one before.
+        if self._hashing is not None and len(data) >= SMALL:
+            self._hashing.result()
+        self._hashing = self._aside.submit(self.digest.update, data)
+        while data:
+            count = self._file.write(data[:WRITTEN_OUT])
+            self.size, data = self.size + count, data[count:]
+            if self.size - self._written_out >= WRITTEN_OUT:
+                _write_out(self._file.fileno(), self._written_out, self.size)
+                self._written_out = self.size
+
+
+def _write_out(file: int, begin: int, end: int) -> None:
+    """Let the kernel begin to write these bytes to the disk. It does not wait, and keeps an error for the next sync."""
+    if hasattr(os, "posix_fadvise"):  # macOS has none
+        os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
