@@ -72,9 +72,10 @@ BACK = [("a", 8), ("b", 9)]
 def test_retention_follows_the_branch(
     tmp_path: Path, lineages: list[list[tuple[str, int]]], keep: int, removed: str
 ) -> None:
-    paths = [_make(folders.step_folder(tmp_path, n), n + 1, each) for n, each in enumerate(lineages)]
+    # Their order is that of commits, not of steps.
+    paths = [_make(folders.step_folder(tmp_path, 50 - n), n + 1, each) for n, each in enumerate(lineages)]
     [*map(folders.sweep, folders.retain(tmp_path, keep))]
-    assert names_in(tmp_path) == [path.name for n, path in enumerate(paths) if str(n) not in removed]
+    assert names_in(tmp_path) == sorted(path.name for n, path in enumerate(paths) if str(n) not in removed)
 
 
 def test_retention_neither_counts_nor_removes_the_damaged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from titan.testing.faults import Fault
 
 FOLDER = "tests/unit/test_checkpoint_folder.py"
+BRANCHES = "tests/unit/test_branches.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"
 SYNC = "tests/unit/test_checkpoint_saves.py::test_what_is_synced_before_and_after_a_checkpoint_gets_its_name"
 UNTRUSTED = "tests/unit/test_untrusted_checkpoints.py"
@@ -66,13 +67,20 @@ FAULTS = (
         "if found != written:", "if False:",
         ("tests/unit/test_checkpoint_damage.py::test_resume_goes_back_to_the_newest_sound_one_and_says_so",)),
     Fault("the newest checkpoint by step, not by commit", "titan/checkpoint/disk/folder.py",
-        "return sorted(found), damaged", "return sorted(found, key=lambda pair: pair[1]), damaged",
-        (f"{FOLDER}::test_order_is_that_of_commits_not_of_steps",)),
+        "return sorted(found)", "return found", (f"{FOLDER}::test_retention_follows_the_branch",)),
+    Fault("an abandoned branch gone on from", "titan/checkpoint/disk/lineage.py",
+        "start == each and step <= last", "start == each",
+        (f"{BRANCHES}::test_with_the_newest_damaged_its_ancestor_goes_on",)),
+    Fault("the lineage of a damaged checkpoint forgotten", "titan/checkpoint/disk/folder.py",
+        "for name in (STATE, MANIFEST):", "for name in (STATE,):",
+        (f"{BRANCHES}::test_with_the_newest_damaged_its_ancestor_goes_on",)),
+    Fault("the branch that a run came from forgotten", "titan/checkpoint/checkpointer.py",
+        'saved.state["lineage"], new_start()', "(), new_start()",
+        (f"{BRANCHES}::test_a_branch_is_kept_until_its_successor_has_as_many",)),
     Fault("the newest checkpoints deleted, the oldest kept", "titan/checkpoint/disk/folder.py",
-        "sound[:-keep] if keep > 0", "sound[keep:] if keep > 0",
-        (f"{FOLDER}::test_retention_keeps_the_newest_complete",)),
+        "branch(found)[-keep:]", "branch(found)[:keep]", (f"{FOLDER}::test_retention_follows_the_branch",)),
     Fault("damaged checkpoints counted among those kept", "titan/checkpoint/disk/folder.py",
-        "if path not in damaged]", "]", (f"{FOLDER}::test_retention_neither_counts_nor_removes_the_damaged",)),
+        " and each.path not in damaged]", "]", (f"{FOLDER}::test_retention_neither_counts_nor_removes_the_damaged",)),
     Fault("a lock that is not looked at", "titan/ranks/folder_lock.py",
         "        if alive:\n", "        if False:\n",
         ("tests/unit/test_lock.py::test_a_second_start_is_refused_while_the_first_lives",)),

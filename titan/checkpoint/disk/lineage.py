@@ -46,7 +46,7 @@ def descends(newer: Lineage, older: Found) -> bool:
 def branch(found: Sequence[Found]) -> list[Found]:
     """The newest of some checkpoints and its ancestors, sound and damaged, in the order of commits."""
     newest = max((each for each in found if each.lineage), default=None)
-    return [] if newest is None else [each for each in sorted(found) if descends(newest.lineage, each)]
+    return [] if newest is None else [each for each in found if descends(newest.lineage, each)]
 
 
 def parent(checkpoint: Found, found: Iterable[Found]) -> Found | None:
