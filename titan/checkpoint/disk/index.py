@@ -95,9 +95,12 @@ class StoredTensor:
 
     def cell(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offsets, sizes) of one chunk, counted from 0 in row-major order."""
-        at = np.unravel_index(number, [len(cuts) for cuts in self.cuts]) if self.cuts else ()
+        at: list[int] = []
+        for cuts in reversed(self.cuts):
+            number, place = divmod(number, len(cuts))
+            at.insert(0, place)
         dims = zip(at, self.cuts, self.shape, strict=True)
-        spans = [np.append(cuts[i : i + 2], whole)[:2].tolist() for i, cuts, whole in dims]
+        spans = [[*cuts[i : i + 2].tolist(), whole][:2] for i, cuts, whole in dims]
         return tuple(start for start, _ in spans), tuple(end - start for start, end in spans)
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
@@ -227,26 +230,40 @@ def check(index: Index, sizes: Mapping[str, int]) -> None:
     """A ValueError where the chunks of a tensor do not make it up, one lies outside of its file, those of a file are
     larger than it, or a file has none. sizes: of each file."""
     needed = np.empty(len(index.ranks), np.float64)
-    of_technique = np.zeros(len(index.ranks), bool)
+    file = 2 * index.ranks.astype(np.int64)
+    lengths: dict[object, npt.NDArray[np.float64]] = {}  # layers are cut alike
     for name, tensor in index.tensors.items():
-        if math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
-            raise ValueError(f"the size of {name} is beyond all memory")
-        each = np.full((), tensor.dtype.itemsize, np.float64)
-        for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
-            # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
-            ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
-            if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
-                raise ValueError(f"the chunks of {name} do not make it up")
-            each = np.multiply.outer(each, np.diff(cuts, append=whole))
+        cut = (tensor.dtype, tensor.shape, *(cuts.tobytes() for cuts in tensor.cuts))
+        if cut not in lengths:
+            lengths[cut] = _lengths(tensor)
         chunks = slice(tensor.first, tensor.first + tensor.chunks)
-        needed[chunks], of_technique[chunks] = each.reshape(-1), name.startswith(f"{PREFIX}.")
-    found, number = np.unique(2 * index.ranks.astype(np.int64) + of_technique, return_inverse=True)
-    files = [data_file(file // 2, of_technique=bool(file % 2)) for file in found.tolist()]
-    for file in sorted({*files} ^ sizes.keys()):
-        does, lists = ("does not name", "lists") if file in sizes else ("names", "does not list")
-        raise ValueError(f"it {does} {file}, which its manifest {lists}")
-    longest = np.array([sizes[file] for file in files], np.float64)
-    outside = (index.begins < 0) | (index.begins + needed > longest[number])
-    outside |= (np.bincount(number, needed, len(files)) > longest)[number]
+        needed[chunks] = lengths[cut]
+        file[chunks] += name.startswith(f"{PREFIX}.")
+    files = sorted((2 * rank_of(name) + name.startswith(TECHNIQUES), name) for name in sizes)
+    numbers = np.array([number for number, _ in files] or [-1])
+    place = np.searchsorted(numbers, file).clip(max=len(numbers) - 1)
+    if np.any(unlisted := numbers[place] != file):
+        rank, of_technique = divmod(int(file[np.argmax(unlisted)]), 2)
+        raise ValueError(f"it names {data_file(rank, bool(of_technique))}, which its manifest does not list")
+    counts = np.bincount(place, minlength=len(numbers))
+    if empty := [name for (_, name), count in zip(files, counts, strict=False) if not count]:
+        raise ValueError(f"it does not name {empty[0]}, which its manifest lists")
+    longest = np.array([sizes[name] for _, name in files], np.float64)
+    outside = (index.begins < 0) | (index.begins + needed > longest[place])
+    outside |= (np.bincount(place, needed, len(files)) > longest)[place]
     if np.any(outside):
-        raise ValueError(f"{files[number[np.argmax(outside)]]} is smaller than the chunks that it is to hold")
+        raise ValueError(f"{files[place[np.argmax(outside)]][1]} is smaller than the chunks that it is to hold")
+
+
+def _lengths(tensor: StoredTensor) -> npt.NDArray[np.float64]:
+    """Bytes of each chunk of a tensor; a ValueError where its cuts make no grid."""
+    if math.prod(max(1, size) for size in tensor.shape) > MOST_ELEMENTS:
+        raise ValueError(f"the size of {tensor.name} is beyond all memory")
+    lengths = np.full((), tensor.dtype.itemsize, np.float64)
+    for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
+        # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
+        ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
+        if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
+            raise ValueError(f"the chunks of {tensor.name} do not make it up")
+        lengths = np.multiply.outer(lengths, np.diff(cuts, append=whole))
+    return lengths.reshape(-1)
