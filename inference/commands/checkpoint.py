@@ -1,4 +1,4 @@
-"""`titan checkpoint`: list checkpoints and their branches, verify their files against their manifests, remove some."""
+"""`titan checkpoint`: list checkpoints and their branches, verify their files, show their tensors, remove some."""
 
 import argparse
 import json
@@ -12,9 +12,10 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.lineage import Found, branch, parent
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, by_errno
+from titan.inference.commands import show_checkpoint
 from titan.paths import no_folder, told
 
-HELP = "list checkpoints, verify their files, or remove some"
+HELP = "list checkpoints, verify their files, show their tensors, or remove some"
 
 _FORMER = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
 """Files that checkpoints had before they were safetensors, and that can be removed with them."""
@@ -34,20 +35,22 @@ damage, not tampering: whoever changes a file on purpose can change the manifest
 checkpoint never executes code from it."""
 _RM = """Remove one checkpoint; with --keep N all but the newest N complete checkpoints of a folder's branch; with
 --abandoned those of other branches. --keep removes other branches and damaged checkpoints too, and leaves unfinished
-ones. Asks for confirmation. The only complete checkpoint of a folder is
-removed only with --yes. A folder that is no checkpoint, or holds other files, is never touched."""
+ones. Asks for confirmation. The only complete checkpoint of a folder is removed only with --yes. A folder that is no
+checkpoint, or holds other files, is never touched."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One parser for each of the three."""
+    """One parser for each action."""
     kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, about, does in (("list", _LIST, _list), ("verify", _VERIFY, _verify), ("rm", _RM, _rm)):
+    show = ("show", show_checkpoint.ABOUT, show_checkpoint.show)
+    for name, about, does in (("list", _LIST, _list), ("verify", _VERIFY, _verify), show, ("rm", _RM, _rm)):
         first, raw = about.partition(":")[0].partition(".")[0], argparse.RawDescriptionHelpFormatter
         line = first[0].lower() + first[1:].replace("\n", " ")
         kind = kinds.add_parser(name, help=line, description=about, formatter_class=raw)
         kind.add_argument("where", type=Path, metavar="DIR", help="a run, its checkpoints folder, or one checkpoint")
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(does=does)
+    show_checkpoint.add_options(kinds.choices["show"])
     which = kind.add_mutually_exclusive_group()
     which.add_argument("--keep", type=int, metavar="N", help="remove all but the N newest complete ones of the branch")
     which.add_argument("--abandoned", action="store_true", help="remove what is on no branch but abandoned ones")
@@ -55,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, verify or remove; the exit code."""
+    """List, verify, show or remove; the exit code."""
     try:
         return int(args.does(args))
     except OSError as error:
@@ -216,12 +219,8 @@ def _about(path: Path) -> dict[str, Any]:
     fault = "" if path.suffix == ".tmp" else _fault(path)
     state = UNFINISHED if path.suffix == ".tmp" else DAMAGED if fault else COMPLETE
     stored = folders.read_state(path) if state == COMPLETE else {}
-    mesh, layout = stored.get("rest", {}).get("config", {}).get("mesh"), None
-    if isinstance(mesh, dict):  # degrees that are not 1, as in `dp_shard 4 tp 2`
-        degrees = (f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1)
-        layout = " ".join(degrees) or "one"
     saved = {"path": str(path), "step": stored.get("step", _step_of(path)), "saved": stored.get("saved")}
-    made_by = {"world_size": stored.get("world_size"), "layout": layout}
+    made_by = {"world_size": stored.get("world_size"), "layout": show_checkpoint.layout_of(stored)}
     return {**saved, "bytes": _bytes(path), **made_by, "state": state, "fault": fault}
 
 

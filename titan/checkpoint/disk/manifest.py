@@ -64,12 +64,11 @@ def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
 def entry_of(file: Path, read: Progress = lambda count: None) -> FileEntry:
     """The entry of a file as it is; `read` hears how many bytes have been read since it was last told."""
     size, digest = size_of(file), hashlib.sha256()
-    block = memoryview(bytearray(min(size, 1 << 20)))
     try:
         with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(block):
-                digest.update(block[:count])
-                read(count)
+            while block := stream.read(4 << 20):
+                digest.update(block)
+                read(len(block))
     except OSError as error:
         raise cannot_be_read(file, error) from error
     return FileEntry(size, digest.hexdigest())
