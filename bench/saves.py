@@ -1,12 +1,15 @@
-"""Seconds of a checkpoint: titan's saves beside torch.save and torch.distributed.checkpoint (DCP), in turns.
+"""Seconds of a checkpoint: titan's beside torch.save, torch.load and torch.distributed.checkpoint (DCP), in turns.
 
     python -m bench.saves [--steps 10] [--folder .]
 
 Saves the model and the AdamW state of bench/overhead.toml on one rank in fp32, 107 MB. First the synchronous saves in
-turns: titan's, which hashes, syncs and commits its files and removes the checkpoint before; torch.save of the
-two state dicts to one file, alone and with fsync; and DCP, which syncs. Each replaces what it wrote the turn before.
+turns: titan's, which hashes, syncs and commits its files; torch.save of the two state dicts to one file, alone and with
+fsync; and DCP, which syncs. Each replaces what it wrote the turn before. titan removes its checkpoint before on another
+thread while training goes on, which is timed apart. Then loads, also in turns: titan's, which verifies every byte and
+then reads into the model's and the optimizer's tensors, each of the two alone; and torch.load, which makes new tensors.
 Then titan's asynchronous save: how long training waits for it, and how much slower the steps are that begin while it
-writes. Writes all samples under bench/results, and deletes the checkpoints.
+writes. At last the memory that a save of either kind adds to the peak of the process, beside the bytes it saves.
+Writes all samples under bench/results, and deletes the checkpoints.
 
 The figures are those of a disk: choose one with --folder. In memory (tmpfs) a sync costs nothing.
 """
@@ -18,7 +21,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from tqdm import tqdm
 
-from bench import results
+from bench import peak, results
 from bench.arguments import count
 from bench.gpu import jobs
 from titan.config import load_job
@@ -40,13 +43,20 @@ WORDS, TOKENS = 4097, 1 << 20
 SAMPLES = 8
 """Sequences of 512 tokens per step. A short step makes the share of a stall large."""
 
-SAVE_TARGET = 2.5
+SAVE_TARGET = 1.3
 """A synchronous save takes at most this many times the seconds of torch.save without a sync."""
+
+LOAD_TARGET = 1.0
+"""To read a verified checkpoint takes at most this many times the seconds of torch.load."""
+
+MEMORY_TARGET = 1.05
+"""A save adds at most this many times the bytes that its rank saves to the peak of host memory."""
 
 STALL_TARGET = 0.05
 """An asynchronous save stalls training for at most this share of a step."""
 
 TITAN, TORCH, SYNCED, DCP = "titan", "torch.save", "torch.save, fsync", "DCP"
+VERIFY, READ, TORCH_LOAD = "titan, verify", "titan, read", "torch.load"
 QUIET_STEPS = 2
 """Measured steps before each asynchronous save, while nothing is written."""
 
@@ -81,6 +91,7 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
         ),
         ("torch.save with fsync, relative to torch.save", "", f"{ratios[SYNCED]:.2f}", None),
         ("DCP, relative to torch.save", "", f"{ratios[DCP]:.2f}", None),
+        *_more_figures(found),
         (
             "stall of an asynchronous save, share of a step",
             f"at most {100 * STALL_TARGET:g} %",
@@ -91,8 +102,25 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
     ]
 
 
+def _more_figures(found: Mapping[str, Any]) -> Iterator[Figure]:
+    """Those that older results lack."""
+    if "load_s" not in found:
+        return
+    loads = {who: statistics.median(each) for who, each in found["load_s"].items()}
+    read = loads[READ] / loads[TORCH_LOAD]
+    shown, met = f"{read:.2f} ({1e3 * loads[READ]:.0f} ms)", read <= LOAD_TARGET
+    yield "reading a verified checkpoint, relative to torch.load", f"at most {LOAD_TARGET:g}", shown, met
+    yield "verifying it, relative to torch.load", "", f"{loads[VERIFY] / loads[TORCH_LOAD]:.2f}", None
+    removal = 1e3 * statistics.median(found["remove_s"])
+    yield "removing the checkpoint before, beside training", "", f"{removal:.0f} ms", None
+    for kind, peaks in found["memory_bytes"].items():
+        share = max(peaks) / found["bytes"]
+        what = f"memory of {kind} save, relative to its bytes"
+        yield what, f"at most {MEMORY_TARGET:g}", f"{share:.2f}", share <= MEMORY_TARGET
+
+
 def measure(folder: Path, rounds: int, **keys: object) -> dict[str, Any]:
-    """Train, save in all ways, and return the samples in seconds, and the bytes of a checkpoint.
+    """Train, save and load in all ways; returns the samples, in seconds, and the bytes of a checkpoint.
 
     folder: on the disk that is measured.  rounds: of each kind of save.  keys: overrides, with `__` for each dot.
     """
@@ -115,18 +143,27 @@ def measure(folder: Path, rounds: int, **keys: object) -> dict[str, Any]:
     gc.disable()  # as in training
     try:
         trainer.step(run, next(run.loader))  # makes the optimizer's state
-        taken = _synchronous(run, folder, rounds)
+        memory = {"a synchronous": _peaks(run, False), "an asynchronous": _peaks(run, True)}
+        saves, removals = _synchronous(run, folder, rounds)
         assert run.checkpointer is not None
-        files = next(run.checkpointer.folder.glob("step-*")).iterdir()
-        return {"bytes": sum(file.stat().st_size for file in files), "save_s": taken, "async": _aside(run, rounds)}
+        path = next(run.checkpointer.folder.glob("step-*"))
+        return {
+            "bytes": sum(file.stat().st_size for file in path.iterdir()),
+            "save_s": saves,
+            "remove_s": removals,
+            "load_s": _loads(run, path, folder / "plain.pt", rounds),
+            "async": _aside(run, rounds),
+            "memory_bytes": memory,
+        }
     finally:
         gc.enable()
         trainer.close(run)
         process.leave()
 
 
-def _synchronous(run: build.Run, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each save, by who saves; each in turn is the first of a round."""
+def _synchronous(run: build.Run, folder: Path, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of each save, by who saves, each in turn the first of a round; and of titan's removals after it."""
+    assert run.checkpointer is not None
     ways: dict[str, Callable[[], None]] = {
         TITAN: lambda: _again(run),
         TORCH: lambda: _torch_save(run, folder / "plain.pt"),
@@ -134,14 +171,49 @@ def _synchronous(run: build.Run, folder: Path, rounds: int) -> dict[str, list[fl
         DCP: lambda: _dcp_save(run, folder / "dcp"),
     }
     taken: dict[str, list[float]] = {who: [] for who in ways}
+    removals: list[float] = []
     names = list(ways)
     for number in tqdm(range(rounds + 1), desc="saves", disable=None):
         at = number % len(names)
         for who in (*names[at:], *names[:at]):
             os.sync()  # what another has left to be written is not for this one to wait for
             seconds = _seconds(ways[who])
+            rest = _seconds(run.checkpointer.wait)  # not beside what comes next
+            taken[who] += [seconds] * (number > 0)
+            removals += [rest] * (number > 0 and who == TITAN)
+    return taken, removals
+
+
+def _loads(run: build.Run, path: Path, plain: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each part of titan's load, and of torch.load, in turns, of files that the system has in memory."""
+    assert run.checkpointer is not None
+    checkpointer, states = run.checkpointer, run.techniques_state()
+    ways: dict[str, Callable[[], object]] = {
+        VERIFY: lambda: checkpointer.find("auto"),
+        READ: lambda: checkpointer.load(path, run.parts, run.optimizer, states),
+        TORCH_LOAD: lambda: torch.load(plain),
+    }
+    taken: dict[str, list[float]] = {who: [] for who in ways}
+    for number in tqdm(range(rounds + 1), desc="loads", disable=None):
+        for who, way in ways.items():
+            gc.collect()
+            seconds = _seconds(way)
             taken[who] += [seconds] * (number > 0)
     return taken
+
+
+def _peaks(run: build.Run, asynchronous: bool) -> list[float]:
+    """Bytes that each of three saves adds to what the process held before the first of them."""
+    assert run.checkpointer is not None
+    run.checkpointer.asynchronous = asynchronous
+    peak.forget_peak()
+    before, found = peak.status_mib("VmRSS"), []
+    for _ in range(3):
+        _again(run)
+        run.checkpointer.wait()
+        found.append((peak.peak_mib() - before) * 2**20)
+    run.checkpointer.asynchronous = False
+    return found
 
 
 def _again(run: build.Run) -> None:

@@ -53,7 +53,7 @@ MOST_DIMENSIONS = 32
 SMALL = 1 << 16
 """Bytes of a tensor below which it may wait to be hashed with others before it."""
 
-WRITTEN_OUT = 8 << 20
+WRITTEN_OUT = 4 << 20
 """Bytes after which the kernel is told to write them to the disk, so that the sync at the end of the file is short."""
 
 READ_AT_ONCE = 32 << 20
