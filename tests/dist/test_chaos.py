@@ -120,12 +120,12 @@ def _name(folder: str, words: list[str]) -> Path:
 
 def _goes_on_from_an_older(folder: str, words: list[str], config: str) -> None:
     survey = folders.survey
-    folders.survey = lambda path: (survey(path)[0][:-1], survey(path)[1])
+    folders.survey = lambda path, sizes=True: survey(path, sizes=sizes)[: -1 if sizes else None]
     run_job(folder, words, config)
 
 
 def _keeps_nothing(folder: str, words: list[str], config: str) -> None:
-    folders.retain = lambda path, keep, *_: [folders.remove(one) for one in folders.complete(path)]
+    folders.retain = lambda path, keep, *_: folders.complete(path)
     run_job(folder, words, config)
 
 
