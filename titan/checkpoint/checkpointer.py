@@ -135,9 +135,10 @@ class Checkpointer:
     def _tell_abandoned(self, found: Sequence[Found], kept: Sequence[Found], tell: Callable[[str], None]) -> None:
         others = [path.name for path in folders.sound(each for each in found if each not in kept)]
         if others:
-            ends = [f"this branch has {self.keep} of its own"] if self.keep else []
-            ends += ["a save replaces their step", f"`titan checkpoint rm {self.folder} --abandoned` removes them"]
-            tell(f"abandoned: {', '.join(others)} in {self.folder}; kept until {', or '.join(ends)}")
+            until = f", until this branch has {self.keep} of its own" if self.keep else ""
+            rm = f"`titan checkpoint rm {self.folder} --abandoned` removes them"
+            kept = f"kept until a save replaces their step{until}, or {rm}"
+            tell(f"abandoned: {', '.join(others)} in {self.folder}; {kept}")
 
     def _open(self, path: Path) -> Saved:
         from titan.checkpoint.restore import Saved

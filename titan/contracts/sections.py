@@ -79,7 +79,7 @@ class CheckpointSection:
 
     enabled: bool = option(True, "save checkpoints and resume from them")
     every: int = option(1000, "save a checkpoint every N steps, and at the end", unit="steps", at_least=1)
-    keep_latest: int = option(2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0)
+    keep_latest: int = option(2, "complete checkpoints to keep, the newest of the branch; 0 keeps all", at_least=0)
     init_from: str = option(
         "", "initial weights of a new run: a checkpoint, a run or a Hugging Face folder; empty: random", path=True
     )
