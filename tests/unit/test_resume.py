@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.resume import Changes, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
+from titan.config.changes import Changes, compare
 from titan.config.tables import differences
 from titan.errors import CheckpointError, ConfigError
 

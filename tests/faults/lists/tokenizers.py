@@ -17,7 +17,7 @@ FAULTS = (
     Fault("a new run from weights with another tokenizer", "titan/training/build.py",
         "check_tokenizer(path, job.tokenizer, change=section.change_tokenizer)", "pass",
         (f"{KEPT}::test_a_new_run_needs_the_tokenizer_of_its_weights",)),
-    Fault("a resume with another tokenizer under the name of changed files", "titan/checkpoint/resume.py",
+    Fault("a resume with another tokenizer under the name of changed files", "titan/config/changes.py",
         'if other_tokenizer and not section["change_tokenizer"]:', 'if section["change_tokenizer"]:',
         ("tests/unit/test_resume.py::test_another_tokenizer_is_refused_or_said",)),
     Fault("copies of a tokenizer that no manifest lists", "titan/checkpoint/checkpointer.py",
