@@ -6,6 +6,7 @@ slice that the rank needs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -61,10 +62,10 @@ def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
     stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
-    wanted = [name for name in shapes if name not in stacks]
-    wanted += [f"{name}[{number}]" for name in shapes if name in stacks for number in range(shapes[name][0])]
-    held = sorted(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
-    wrong = sorted({*held} ^ {*wanted}) or sorted({name for name in held if held.count(name) > 1})
+    wanted = Counter(name for name in shapes if name not in stacks)
+    wanted.update(f"{name}[{number}]" for name in shapes if name in stacks for number in range(shapes[name][0]))
+    held = Counter(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
+    wrong = [*((wanted - held) | (held - wanted))]
     wrong += [tensor.name for tensor in tensors if tensor.element is not None and len(tensor.ours) > 1]
     if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
