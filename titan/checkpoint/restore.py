@@ -235,12 +235,7 @@ def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> 
     """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count."""
     there = {name.removeprefix(MODEL): each.shape for name, each in saved.tensors.items() if name.startswith(MODEL)}
     here = {name.removeprefix(MODEL): tensor.shape for name, tensor in weights.items()}
-    unlike = [
-        f"{name} ({list(there[name])} there, {list(shape)} here)"
-        for name, shape in here.items()
-        if there.get(name, shape) != shape
-    ]
-    wrong = zip(*ranks.gather(([*here.keys() - there.keys()], unlike)), strict=True)
+    wrong = zip(*ranks.gather(([*here.keys() - there.keys()], other_shapes(there, here))), strict=True)
     absent, unlike = (sorted({*chain(*each)}) for each in wrong)
     unknown = there.keys() - _held_by_any(list(there), here, ranks)
     if faults := listed_faults({"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}):
@@ -251,6 +246,12 @@ def _held_by_any(names: Sequence[str], mine: Collection[str], ranks: Ranks) -> s
     """Of names that all ranks have in one order, those of which some rank holds a tensor. Each sends a bit per name."""
     bits = np.bitwise_or.reduce(ranks.gather(np.packbits(np.array([name in mine for name in names], bool))))
     return {name for name, held in zip(names, np.unpackbits(bits, count=len(names)), strict=True) if held}
+
+
+def other_shapes(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> list[str]:
+    """Tensors of another shape in the folder (`there`) than in the model (`here`), each with both shapes."""
+    both = [(name, list(there[name]), list(shape)) for name, shape in here.items() if name in there]
+    return [f"{name} ({theirs} there, {ours} here)" for name, theirs, ours in both if theirs != ours]
 
 
 def listed_faults(faults: Mapping[str, Iterable[str]]) -> str:
