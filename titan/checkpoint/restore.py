@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -100,38 +100,33 @@ class Saved:
         ranks.each(lambda: self._read(into, places or {}))
 
     def _read(self, into: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-        stored = dict(self.index.tensors)
-        joined: dict[int, dict[str, int]] = {}  # ranks that saved one each -> name -> what to divide their sum by
-        for name in (name for name, tensor in into.items() if tensor.numel()):
-            saved, place = _saved_by(stored[name]), places.get(name)
-            if stored[name].stacked and place and saved == place.ranks:
-                stored[name] = stored[name].of(place.rank)
-            elif stored[name].stacked or (place and place.join == "sum" and place.ranks > 1):
-                joined.setdefault(saved, {})[name] = place.ranks if place and place.join == "sum" else saved
-        whole = {name: tensor for name, tensor in into.items() if not any(name in parts for parts in joined.values())}
-        storage.read(self.path, whole, replace(self.index, tensors=stored))
-        for saved, parts in sorted(joined.items()):
-            group, numbers = dict[str, Tensor](), 0
-            for name in parts:
-                size = local_part(into[name]).numel()
-                if group and numbers + size > _TOGETHER:
-                    self._read_joined(group, saved, parts)
-                    group, numbers = {}, 0
-                group[name], numbers = into[name], numbers + size
-            self._read_joined(group, saved, parts)
+        terms = {name: self._terms(name, places.get(name)) for name, tensor in into.items() if tensor.numel()}
+        alone = {name: entries[0] for name, (entries, parts) in terms.items() if len(entries) == parts == 1}
+        storage.read(self.path, {name: into[name] for name in alone}, replace(self.index, tensors=alone))
+        joined = [name for name in terms if name not in alone]
+        ends = dict(zip(joined, accumulate(local_part(into[name]).numel() for name in joined), strict=True))
+        for _, names in groupby(joined, lambda name: ends[name] // _TOGETHER):
+            self._read_joined({name: into[name] for name in names}, terms)
 
-    def _read_joined(self, into: Mapping[str, Tensor], saved: int, parts: Mapping[str, int]) -> None:
-        """Fill tensors with the sum over those that `saved` ranks had, divided by `parts`; of integers, the first."""
+    def _terms(self, name: str, place: Place | None) -> tuple[list[StoredTensor], int]:
+        """What to add up for this rank's tensor of a name, and what to divide the sum by. place: see `read`."""
+        entry = self.index.tensors[name]
+        if entry.stacked and place and place.ranks == entry.shape[0]:
+            return [entry.of(place.rank)], 1
+        entries = [entry.of(rank) for rank in range(entry.shape[0])] if entry.stacked else [entry]
+        return entries, place.ranks if place and place.join == "sum" else len(entries)
+
+    def _read_joined(self, into: Mapping[str, Tensor], terms: Mapping[str, tuple[list[StoredTensor], int]]) -> None:
+        """Fill tensors with the sums of their terms, divided; of integers, with the first term."""
         ones = {name: torch.empty_like(tensor) for name, tensor in into.items()}
         totals = {name: torch.zeros_like(local_part(one), dtype=torch.float64) for name, one in ones.items()}
-        for rank in range(saved):
-            stored = {name: self.index.tensors[name] for name in into}
-            stored = {name: entry.of(rank) if entry.stacked else entry for name, entry in stored.items()}
-            storage.read(self.path, ones, replace(self.index, tensors=stored))
-            for name, one in ones.items():
-                totals[name] += local_part(one).double() if one.is_floating_point() or not rank else 0
+        for number in range(max(len(terms[name][0]) for name in into)):
+            stored = {name: terms[name][0][number] for name in into if number < len(terms[name][0])}
+            storage.read(self.path, {name: ones[name] for name in stored}, replace(self.index, tensors=stored))
+            for name in stored:
+                totals[name] += local_part(ones[name]).double() if ones[name].is_floating_point() or not number else 0
         for name, total in totals.items():
-            local_part(into[name]).copy_(total / parts[name] if into[name].is_floating_point() else total)
+            local_part(into[name]).copy_(total / terms[name][1] if into[name].is_floating_point() else total)
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
