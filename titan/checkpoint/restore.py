@@ -32,9 +32,6 @@ from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 from titan.log import log
 
-Slots = dict[str, dict[str, Any]]
-"""Parameter -> slot of the optimizer's state -> its value."""
-
 _SHOWN = 10
 _ALL_ALIKE = Place("workers", 0, 1, "mean")
 _TOGETHER = 1 << 27
@@ -160,16 +157,17 @@ def load(
     ranks.each(lambda: _check_optimizer(saved, optimizer, changed))
     slots = _empty_slots(saved, firsts(updated), getattr(optimizer, "state_like", torch.empty_like))
     rest, others = _rest(saved, states, ranks)
-    into = weights | others
-    into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
+    into = weights | slots | others
     places = stacks.places(into, states or {})
     _tell_joined(saved, into, places)
     saved.read(into, ranks, places)
     _copy_to_others(holders)
-    workers = max((_saved_by(saved.index.tensors[name]) for name in saved.tensors if name.startswith(MODEL)), default=1)
-    mine = "" if workers == 1 else stacks.numbered("", workers)
-    numbers = saved.state["values"].items()
-    _give(optimizer, updated, slots, {name.removeprefix(mine): n for name, n in numbers if name.startswith(mine)})
+    stored = saved.index.tensors
+    workers = max((_saved_by(entry) for name, entry in stored.items() if name.startswith(MODEL)), default=1)
+    mine = stacks.numbered("", workers)
+    state = {name.removeprefix(OPTIMIZER): tensor for name, tensor in slots.items()}
+    state |= {name.removeprefix(mine): n for name, n in saved.state["values"].items() if name.startswith(mine)}
+    _give(optimizer, updated, state)
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
@@ -271,37 +269,35 @@ def _check_optimizer(saved: Saved, optimizer: Optimizer, changed: Sequence[str])
         )
 
 
-def _empty_slots(saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]) -> Slots:
+def _empty_slots(saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Tensors to read into, for all optimizer state the checkpoint has of these parameters.
 
     Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step. State in
     the dtype that the weights had there gets the one that they have here, as an optimizer makes it.
     """
-    slots: Slots = {}
+    slots = {}
     for name, entry in saved.tensors.items():
         parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
         if name.startswith(OPTIMIZER) and parameter in updated:
             like, group = updated[parameter]
             if entry.shape == like.shape and slot != "step":
                 as_weight = entry.dtype == saved.tensors[MODEL + parameter].dtype
-                value = make(like.detach(), dtype=like.dtype if as_weight else entry.dtype)
+                slots[name] = make(like.detach(), dtype=like.dtype if as_weight else entry.dtype)
             else:
                 # torch.optim keeps counts in host memory, except where its kernel reads them on the device.
                 near = bool(entry.shape) or group.get("fused") or group.get("capturable")
-                value = saved.empty(name, like.device if near else "cpu")
-            slots.setdefault(parameter, {})[slot] = value
+                slots[name] = saved.empty(name, like.device if near else "cpu")
     return slots
 
 
-def _give(
-    optimizer: Optimizer, updated: Mapping[str, Sequence[Trained]], slots: Slots, values: Mapping[str, Any]
-) -> None:
-    """Hand state to the optimizer, to each holder of a parameter its own."""
+def _give(optimizer: Optimizer, updated: Mapping[str, Sequence[Trained]], values: Mapping[str, Any]) -> None:
+    """Hand state, `NAME.SLOT` -> tensor or number, to the optimizer, to each holder of a parameter its own."""
+    states: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")
         if parameter in updated:
-            slots.setdefault(parameter, {})[slot] = value
-    for parameter, state in slots.items():
+            states.setdefault(parameter, {})[slot] = value
+    for parameter, state in states.items():
         (first, _), *others = updated[parameter]
         optimizer.state[first] = state
         for other, _ in others:
