@@ -69,20 +69,18 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
 
     change: `checkpoint.change_tokenizer`: it is then only told.
     """
+    if sentence := other_tokenizer(path, tokenizer):
+        if not change:
+            raise ConfigError(sentence)
+        warn_once(f"{sentence}, which it is")
+
+
+def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
+    """In which way a job's tokenizer is not that of a folder's weights, as a sentence; else empty."""
     try:
         _compare(path, tokenizer)
     except MissingPackageError as error:
         warn_once(f"{path}: its tokenizer is not compared with {tokenizer.name!r}: {error}")
-    except ConfigError as error:
-        if not change:
-            raise
-        warn_once(f"{error}, which it is")
-
-
-def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
-    """What `check_tokenizer` would raise, as a sentence; else empty."""
-    try:
-        check_tokenizer(path, tokenizer, change=False)
     except ConfigError as error:
         return str(error)
     return ""
