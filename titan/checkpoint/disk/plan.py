@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan.checkpoint.disk.index import (
-    PREFIX,
-    Index,
-    Ints,
-    StoredTensor,
-    file_of,
-    grid,
-    is_name,
-    stored_name,
-)
+from titan.checkpoint.disk.index import PREFIX, Index, Ints, StoredTensor, file_of, grid, is_name, stored_name
 from titan.checkpoint.disk.plain import shown
 from titan.checkpoint.disk.tensor_file import DTYPES, MOST_DIMENSIONS
 from titan.errors import CheckpointError
