@@ -1,7 +1,4 @@
-"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
-
-Imported at first use, as DTensor is.
-"""
+"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused."""
 
 from __future__ import annotations
 
