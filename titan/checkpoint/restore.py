@@ -196,9 +196,8 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
         if not isinstance(like, DTensor):
             return tensors.setdefault(name, saved.empty(name))
         stored = saved.empty(name, "meta")
-        if stored.shape != like.shape:
-            shapes = f"{list(stored.shape)} there, {list(like.shape)} here"
-            raise CheckpointError(f"checkpoint {saved.path} does not fit: {name} ({shapes})")
+        if unlike := other_shapes({name: stored.shape}, {name: like.shape}):
+            raise CheckpointError(f"checkpoint {saved.path} does not fit: {unlike[0]}")
         return tensors.setdefault(name, torch.empty_like(like.detach(), dtype=stored.dtype))
 
     return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
