@@ -20,9 +20,9 @@ from titan.checkpoint.disk.hf_folder import TYPES, find_tensors
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed, listed_faults, other_shapes
-from titan.checkpoint.state import firsts, local_part, model_tensors
+from titan.checkpoint.state import firsts, model_tensors
 from titan.checkpoint.storage import box_of
-from titan.contracts import HfTensor, Model, ModelPart
+from titan.contracts import HfTensor, Model, ModelPart, shard_of
 from titan.contracts.base.spec import glob_matches
 from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
 
@@ -188,7 +188,7 @@ def _fill(weights: HfWeights, holders: Mapping[str, Sequence[Tensor]]) -> None:
     if absent := [name.removeprefix(MODEL) for name in holders if name.removeprefix(MODEL) not in weights.shapes]:
         raise CheckpointError(f"{weights.path} cannot hold {listed(absent)}")
     for name, tensor in ((name, tensor) for name, tensors in holders.items() for tensor in tensors):
-        local = local_part(tensor)
+        local = shard_of(tensor)
         if local.numel():
             bounds = [slice(start, start + size) for start, size in zip(*box_of(tensor), strict=True)]
             local.copy_(weights.read(name.removeprefix(MODEL), bounds))

@@ -23,9 +23,9 @@ from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, Index, StoredT
 from titan.checkpoint.disk.manifest import TECHNIQUES
 from titan.checkpoint.disk.plain import shown
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import Place, Stacks, Trained, firsts, local_part, model_tensors, rejoin, trained
+from titan.checkpoint.state import Place, Stacks, Trained, firsts, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
-from titan.contracts import ModelPart
+from titan.contracts import ModelPart, shard_of
 from titan.errors import CheckpointError
 from titan.log import log
 
@@ -98,7 +98,7 @@ class Saved:
         alone = {name: entries[0] for name, (entries, parts) in terms.items() if len(entries) == parts == 1}
         storage.read(self.path, {name: into[name] for name in alone}, replace(self.index, tensors=alone))
         joined = [name for name in terms if name not in alone]
-        ends = dict(zip(joined, accumulate(local_part(into[name]).numel() for name in joined), strict=True))
+        ends = dict(zip(joined, accumulate(shard_of(into[name]).numel() for name in joined), strict=True))
         for _, names in groupby(joined, lambda name: ends[name] // _TOGETHER):
             self._read_joined({name: into[name] for name in names}, terms)
 
@@ -113,14 +113,14 @@ class Saved:
     def _read_joined(self, into: Mapping[str, Tensor], terms: Mapping[str, tuple[list[StoredTensor], int]]) -> None:
         """Fill tensors with the sums of their terms, divided; of integers, with the first term."""
         ones = {name: torch.empty_like(tensor) for name, tensor in into.items()}
-        totals = {name: torch.zeros_like(local_part(one), dtype=torch.float64) for name, one in ones.items()}
+        totals = {name: torch.zeros_like(shard_of(one), dtype=torch.float64) for name, one in ones.items()}
         for number in range(max(len(terms[name][0]) for name in into)):
             stored = {name: terms[name][0][number] for name in into if number < len(terms[name][0])}
             storage.read(self.path, {name: ones[name] for name in stored}, replace(self.index, tensors=stored))
             for name in stored:
-                totals[name] += local_part(ones[name]).double() if ones[name].is_floating_point() or not number else 0
+                totals[name] += shard_of(ones[name]).double() if ones[name].is_floating_point() or not number else 0
         for name, total in totals.items():
-            local_part(into[name]).copy_(total / terms[name][1] if into[name].is_floating_point() else total)
+            shard_of(into[name]).copy_(total / terms[name][1] if into[name].is_floating_point() else total)
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
