@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan.checkpoint.disk.folder import DCP_METADATA
-from titan.checkpoint.disk.hf_folder import TYPES
 from titan.checkpoint.disk.index import grid
 from titan.checkpoint.disk.plain import size_of
-from titan.checkpoint.huggingface import shapes_of
 from titan.checkpoint.restore import listed_faults, other_shapes
 from titan.contracts import Model
 from titan.errors import CheckpointError, SaveError, TitanError, by_errno
+from titan.weights.hf_folder import TYPES
+from titan.weights.huggingface import shapes_of
 
 _PREFIX = "model."
 """What the names of weights may begin with: `dcp.save({"model": model.state_dict()}, ...)` puts it there."""

@@ -23,7 +23,7 @@ FAULTS = (
     Fault("copies of a tokenizer that no manifest lists", "titan/checkpoint/checkpointer.py",
         "*folders.write_copies(path, self._copies))", "*folders.write_copies(path, self._copies)[:0])",
         ("tests/unit/test_checkpoint_command.py::test_copies_of_the_tokenizer_are_part_of_a_checkpoint",)),
-    Fault("a copy outside the checkpoint's folder", "titan/checkpoint/weights.py",
+    Fault("a copy outside the checkpoint's folder", "titan/weights/load.py",
         '(not name or is_checkpoint_file(f"{TOKENIZER}/{name}"))', "True",
         ("tests/unit/test_checkpoint_command.py::test_copies_of_the_tokenizer_are_part_of_a_checkpoint",)),
     Fault("merges dropped at random", "plugins/tokenizers/hf.py",

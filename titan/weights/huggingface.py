@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk.folder import HF_CONFIG, read_hf_config
-from titan.checkpoint.disk.hf_folder import TYPES, find_tensors
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed, listed_faults, other_shapes
@@ -25,6 +24,7 @@ from titan.checkpoint.storage import box_of
 from titan.contracts import HfTensor, Model, ModelPart, shard_of
 from titan.contracts.base.spec import glob_matches
 from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
+from titan.weights.hf_folder import TYPES, find_tensors
 
 
 def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint import huggingface, restore
+from titan.checkpoint import restore
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
@@ -19,6 +19,7 @@ from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, MissingPackageError
 from titan.paths import expanded
 from titan.terminal import warn_once
+from titan.weights import huggingface
 
 
 def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
