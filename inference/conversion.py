@@ -16,11 +16,9 @@ from torch import Tensor
 from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.index import MODEL
-from titan.checkpoint.huggingface import HfWeights, check_config, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
-from titan.checkpoint.weights import refuse_technique
 from titan.config import Job
 from titan.contracts import Model
 from titan.data.tokens.files import leads_outside
@@ -28,6 +26,8 @@ from titan.data.tokens.identity import identify
 from titan.errors import CheckpointError, ConfigError, by_errno
 from titan.inference.load_model import is_trained
 from titan.paths import refuse_lfs_pointer
+from titan.weights.huggingface import HfWeights, check_config, shapes_of
+from titan.weights.load import refuse_technique
 
 MOST_BYTES = 50 << 20  # of a file that is carried over
 _SUFFIXES = "safetensors safetensors.index.json bin bin.index.json pt pth gguf h5 msgpack onnx onnx_data"

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan.checkpoint.disk.folder import DCP_METADATA
-from titan.checkpoint.disk.hf_folder import TYPES
 from titan.checkpoint.disk.index import grid
 from titan.checkpoint.disk.plain import size_of
-from titan.checkpoint.huggingface import shapes_of
-from titan.checkpoint.restore import listed_faults
+from titan.checkpoint.restore import listed_faults, other_shapes
 from titan.contracts import Model
 from titan.errors import CheckpointError, SaveError, TitanError, by_errno
+from titan.weights.hf_folder import TYPES
+from titan.weights.huggingface import shapes_of
 
 _PREFIX = "model."
 """What the names of weights may begin with: `dcp.save({"model": model.state_dict()}, ...)` puts it there."""
@@ -49,18 +49,14 @@ class DcpWeights:
         behind = f"{_PREFIX}{next(iter(self.shapes))}" in found
         self._keys = {name: f"{_PREFIX}{name}" if behind else name for name in self.shapes}
         self._types = {name: found[key].properties.dtype for name, key in self._keys.items() if key in found}
-        unlike = [
-            f"{name} ({list(found[key].size)} there, {list(self.shapes[name])} here)"
-            for name, key in self._keys.items()
-            if key in found and found[key].size != self.shapes[name]
-        ]
+        sizes = {name: found[key].size for name, key in self._keys.items() if key in found}
         # Without a prefix, the optimizer's state is told from weights by its name, as `dcp.save` of both has it.
         unknown = [key for key in found.keys() - {*self._keys.values()} if _is_weight(key, behind)]
         absent = [name for name in self.shapes if name not in self._types]
         packed = [f"{name} ({dtype})" for name, dtype in self._types.items() if dtype not in TYPES.values()]
         # DCP reads what there is, and leaves the rest as it was.
         partly = [key for key in self._keys.values() if key in found and not _is_whole(found[key])]
-        faults = {"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}
+        faults = {"it lacks": absent, "the model lacks": unknown, "shapes differ in": other_shapes(sizes, self.shapes)}
         faults |= {"no plain floating-point numbers in": packed, "chunks do not make up": partly}
         if told := listed_faults(faults):
             raise CheckpointError(f"{path} does not fit the model: {told}")

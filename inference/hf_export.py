@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk.folder import HF_CONFIG
-from titan.checkpoint.disk.hf_folder import INDEX, SINGLE
 from titan.checkpoint.disk.plain import synced
 from titan.checkpoint.disk.tensor_file import Chunk, write
-from titan.checkpoint.huggingface import made_of, shape_in_hf
-from titan.checkpoint.weights import made_tokenizer
 from titan.contracts import HfTensor, Model, Tokenizer
 from titan.errors import ConfigError, DataError
 from titan.inference.conversion import Weights, beside, made_aside
 from titan.inference.load_model import is_trained
 from titan.log import log
+from titan.weights.hf_folder import INDEX, SINGLE
+from titan.weights.huggingface import made_of, shape_in_hf
+from titan.weights.load import made_tokenizer
 
 Table = Mapping[str, Any]
 Content = bytes | Table  # of a file: bytes, or a JSON value

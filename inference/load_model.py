@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint import weights
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.ranks import Ranks
 from titan.config import Job, load_table
@@ -20,6 +19,7 @@ from titan.errors import CheckpointError, ConfigError
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import context_of
+from titan.weights import load as weights
 
 TAKEN_OVER = ("model", "loss")
 TAKEN_OF_DATA = ("seq_len", "packing")

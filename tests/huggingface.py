@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from titan import cli
-from titan.checkpoint import huggingface
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
 from titan.contracts.base.parts import ModelPart
 from titan.contracts.plugin import registry
 from titan.inference import hf_export
 from titan.inference.load_model import open_job
+from titan.weights import huggingface
+from titan.weights.load import load_weights
 
 SCALED = dict(
     rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16

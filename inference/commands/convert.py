@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint.disk.folder import is_dcp
-from titan.checkpoint.weights import check_tokenizer, find_weights, refuse_technique
 from titan.config import Job, load_job
 from titan.errors import ConfigError
 from titan.inference.load_model import WEIGHTS_HELP, open_job
 from titan.paths import expanded
+from titan.weights.load import check_tokenizer, find_weights, refuse_technique
 
 if TYPE_CHECKING:
     from titan.inference.conversion import Weights

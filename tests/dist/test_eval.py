@@ -19,11 +19,11 @@ from tests.jobs import LLAMA, SAVING, mesh
 from tests.logits import logits_of
 from tests.sweeps import but_sweep
 from titan import cli
-from titan.checkpoint.disk.hf_folder import SINGLE
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
 from titan.testing.jobs import train_job
 from titan.testing.ranks import run_ranks
+from titan.weights.hf_folder import SINGLE
 
 TEXTS = ["one two three four five six seven", "x", "Zwölf Boxkämpfer jagen Viktor.\n quer\tüber", "one two" * 9, " \n"]
 END, LENGTH = 256, 16

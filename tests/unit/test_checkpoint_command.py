@@ -13,8 +13,8 @@ from bench import mutations
 from tests.checkpoints import flip, names_in
 from titan import cli
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.weights import stored_tokenizer
 from titan.errors import CheckpointError
+from titan.weights.load import stored_tokenizer
 
 Say = Callable[..., tuple[int, str, str]]
 

@@ -17,6 +17,7 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, tensor_file
 from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
+from titan.checkpoint.restore import Saved
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
@@ -169,7 +170,7 @@ def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
     def fail(*_: Any, **__: Any) -> None:
         raise RankFailure("as said", False, False, codes.pop(0))
 
-    monkeypatch.setattr(checkpointer, "_open", fail)
+    monkeypatch.setattr(Saved, "open", fail)
     with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: as said; as said; ") as failed:
         checkpointer.find("auto")
     assert failed.value.exit_code == code

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from tests.checkpoints import names_in, raising
 from tests.huggingface import convert, converting, loaded, plugin, write
 from titan import cli
-from titan.checkpoint.disk import hf_folder
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError
 from titan.inference.load_model import open_job
+from titan.weights import hf_folder
 
 
 def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

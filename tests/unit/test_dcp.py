@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoints import names_in
 from tests.huggingface import SMALL, Drawn, convert, converting, plugin, write
 from titan import cli
-from titan.checkpoint.huggingface import shapes_of
 from titan.contracts import Model
 from titan.inference import conversion
+from titan.weights.huggingface import shapes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan.checkpoint.resume import compare
 from titan.config import Job, load_job
+from titan.config.changes import compare
 from titan.config.groups import GroupedOptimizer, listed
 from titan.config.schema import schema
 from titan.contracts import NamedParameter, update_some

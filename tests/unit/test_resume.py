@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.resume import Changes, compare
-from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
+from titan.config.changes import Changes, compare
 from titan.config.tables import differences
 from titan.errors import CheckpointError, ConfigError
+from titan.weights.load import stored_rest
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"

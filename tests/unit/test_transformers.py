@@ -11,8 +11,8 @@ import torch
 from tests.huggingface import convert, loaded
 from tests.logits import logits_of
 from tests.transformers_curve import CASES, random_model
-from titan.checkpoint.disk import hf_folder
 from titan.contracts.plugin import registry
+from titan.weights import hf_folder
 
 KINDS = {"gpt2": "gpt", "llama": "llama", "mistral": "llama", "bloom": "bloom", "gemma2": "gemma"}
 KINDS |= {"gpt_neox": "neox", "olmo2": "olmo2", "qwen3": "qwen3", "mixtral": "moe", "qwen3_moe": "moe"}

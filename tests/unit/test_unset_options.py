@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.planned import CLUSTER, TOML, job_of, predicted, small_cluster
-from titan.checkpoint.resume import compare
 from titan.cli import main
 from titan.config import Job, load_job
+from titan.config.changes import compare
 from titan.contracts.planner import PACKAGE
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory

@@ -14,11 +14,11 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from titan.checkpoint import storage, techniques
+from titan.checkpoint import restore, storage, techniques
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index, manifest
 from titan.checkpoint.disk.lineage import Found, Lineage, branch, descends, new_start
@@ -26,6 +26,7 @@ from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.disk.tensor_file import WORDS
 from titan.checkpoint.ranks import RankFailure, Ranks
+from titan.checkpoint.restore import Saved
 from titan.checkpoint.state import Snapshot, Stacks, Staging, collect, firsts, model_tensors, optimizer_state
 from titan.contracts import Mesh, ModelPart
 from titan.errors import (
@@ -40,9 +41,6 @@ from titan.errors import (
 from titan.log import log
 from titan.machine import on_this_device
 from titan.ranks import watchdog
-
-if TYPE_CHECKING:
-    from titan.checkpoint.restore import Saved
 
 
 class Checkpointer:
@@ -96,7 +94,7 @@ class Checkpointer:
             lasting = True
             for path in candidates:
                 try:
-                    self._saved = self._open(path)
+                    self._saved = Saved.open(path, self._ranks)
                 except CheckpointError as error:
                     if resume not in ("auto", "required") or error.unreadable:
                         with folders.named():
@@ -140,11 +138,6 @@ class Checkpointer:
             kept = f"kept until a save replaces their step{until}, or {rm}"
             tell(f"abandoned: {', '.join(others)} in {self.folder}; {kept}")
 
-    def _open(self, path: Path) -> Saved:
-        from titan.checkpoint.restore import Saved
-
-        return Saved.open(path, self._ranks)
-
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
         states: Mapping[str, Any] | None = None, changed: Sequence[str] = (),
@@ -159,12 +152,10 @@ class Checkpointer:
         Raises:
             CheckpointError: it is damaged, cannot be read, or does not fit the model or the optimizer; no run goes on.
         """
-        from titan.checkpoint import restore
-
         self.wait()
         with self._limit(f"loading the checkpoint {path}"):
             verified, self._saved = self._saved, None
-            saved = verified if verified is not None and verified.path == path else self._open(path)
+            saved = verified if verified is not None and verified.path == path else Saved.open(path, self._ranks)
             self._ancestors, self._start = saved.state["lineage"], new_start()
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
         return rest

@@ -1,14 +1,11 @@
-"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
-
-Imported at first use, as DTensor is.
-"""
+"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,11 @@ from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, Index, StoredT
 from titan.checkpoint.disk.manifest import TECHNIQUES
 from titan.checkpoint.disk.plain import shown
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import Place, Stacks, Trained, firsts, local_part, model_tensors, rejoin, trained
+from titan.checkpoint.state import Place, Stacks, Trained, firsts, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
-from titan.contracts import ModelPart
+from titan.contracts import ModelPart, shard_of
 from titan.errors import CheckpointError
 from titan.log import log
-
-Slots = dict[str, dict[str, Any]]
-"""Parameter -> slot of the optimizer's state -> its value."""
 
 _SHOWN = 10
 _ALL_ALIKE = Place("workers", 0, 1, "mean")
@@ -100,38 +94,33 @@ class Saved:
         ranks.each(lambda: self._read(into, places or {}))
 
     def _read(self, into: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-        stored = dict(self.index.tensors)
-        joined: dict[int, dict[str, int]] = {}  # ranks that saved one each -> name -> what to divide their sum by
-        for name in (name for name, tensor in into.items() if tensor.numel()):
-            saved, place = _saved_by(stored[name]), places.get(name)
-            if stored[name].stacked and place and saved == place.ranks:
-                stored[name] = stored[name].of(place.rank)
-            elif stored[name].stacked or (place and place.join == "sum" and place.ranks > 1):
-                joined.setdefault(saved, {})[name] = place.ranks if place and place.join == "sum" else saved
-        whole = {name: tensor for name, tensor in into.items() if not any(name in parts for parts in joined.values())}
-        storage.read(self.path, whole, replace(self.index, tensors=stored))
-        for saved, parts in sorted(joined.items()):
-            group, numbers = dict[str, Tensor](), 0
-            for name in parts:
-                size = local_part(into[name]).numel()
-                if group and numbers + size > _TOGETHER:
-                    self._read_joined(group, saved, parts)
-                    group, numbers = {}, 0
-                group[name], numbers = into[name], numbers + size
-            self._read_joined(group, saved, parts)
+        terms = {name: self._terms(name, places.get(name)) for name, tensor in into.items() if tensor.numel()}
+        alone = {name: entries[0] for name, (entries, parts) in terms.items() if len(entries) == parts == 1}
+        storage.read(self.path, {name: into[name] for name in alone}, replace(self.index, tensors=alone))
+        joined = [name for name in terms if name not in alone]
+        ends = dict(zip(joined, accumulate(shard_of(into[name]).numel() for name in joined), strict=True))
+        for _, names in groupby(joined, lambda name: ends[name] // _TOGETHER):
+            self._read_joined({name: into[name] for name in names}, terms)
 
-    def _read_joined(self, into: Mapping[str, Tensor], saved: int, parts: Mapping[str, int]) -> None:
-        """Fill tensors with the sum over those that `saved` ranks had, divided by `parts`; of integers, the first."""
+    def _terms(self, name: str, place: Place | None) -> tuple[list[StoredTensor], int]:
+        """What to add up for this rank's tensor of a name, and what to divide the sum by. place: see `read`."""
+        entry = self.index.tensors[name]
+        if entry.stacked and place and place.ranks == entry.shape[0]:
+            return [entry.of(place.rank)], 1
+        entries = [entry.of(rank) for rank in range(entry.shape[0])] if entry.stacked else [entry]
+        return entries, place.ranks if place and place.join == "sum" else len(entries)
+
+    def _read_joined(self, into: Mapping[str, Tensor], terms: Mapping[str, tuple[list[StoredTensor], int]]) -> None:
+        """Fill tensors with the sums of their terms, divided; of integers, with the first term."""
         ones = {name: torch.empty_like(tensor) for name, tensor in into.items()}
-        totals = {name: torch.zeros_like(local_part(one), dtype=torch.float64) for name, one in ones.items()}
-        for rank in range(saved):
-            stored = {name: self.index.tensors[name] for name in into}
-            stored = {name: entry.of(rank) if entry.stacked else entry for name, entry in stored.items()}
-            storage.read(self.path, ones, replace(self.index, tensors=stored))
-            for name, one in ones.items():
-                totals[name] += local_part(one).double() if one.is_floating_point() or not rank else 0
+        totals = {name: torch.zeros_like(shard_of(one), dtype=torch.float64) for name, one in ones.items()}
+        for number in range(max(len(terms[name][0]) for name in into)):
+            stored = {name: terms[name][0][number] for name in into if number < len(terms[name][0])}
+            storage.read(self.path, {name: ones[name] for name in stored}, replace(self.index, tensors=stored))
+            for name in stored:
+                totals[name] += shard_of(ones[name]).double() if ones[name].is_floating_point() or not number else 0
         for name, total in totals.items():
-            local_part(into[name]).copy_(total / parts[name] if into[name].is_floating_point() else total)
+            shard_of(into[name]).copy_(total / terms[name][1] if into[name].is_floating_point() else total)
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into; raises a CheckpointError where there is none of that name."""
@@ -165,16 +154,17 @@ def load(
     ranks.each(lambda: _check_optimizer(saved, optimizer, changed))
     slots = _empty_slots(saved, firsts(updated), getattr(optimizer, "state_like", torch.empty_like))
     rest, others = _rest(saved, states, ranks)
-    into = weights | others
-    into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
+    into = weights | slots | others
     places = stacks.places(into, states or {})
     _tell_joined(saved, into, places)
     saved.read(into, ranks, places)
     _copy_to_others(holders)
-    workers = max((_saved_by(saved.index.tensors[name]) for name in saved.tensors if name.startswith(MODEL)), default=1)
-    mine = "" if workers == 1 else stacks.numbered("", workers)
-    numbers = saved.state["values"].items()
-    _give(optimizer, updated, slots, {name.removeprefix(mine): n for name, n in numbers if name.startswith(mine)})
+    stored = saved.index.tensors
+    workers = max((_saved_by(entry) for name, entry in stored.items() if name.startswith(MODEL)), default=1)
+    mine = stacks.numbered("", workers)
+    state = {name.removeprefix(OPTIMIZER): tensor for name, tensor in slots.items()}
+    state |= {name.removeprefix(mine): n for name, n in saved.state["values"].items() if name.startswith(mine)}
+    _give(optimizer, updated, state)
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
@@ -206,9 +196,8 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
         if not isinstance(like, DTensor):
             return tensors.setdefault(name, saved.empty(name))
         stored = saved.empty(name, "meta")
-        if stored.shape != like.shape:
-            shapes = f"{list(stored.shape)} there, {list(like.shape)} here"
-            raise CheckpointError(f"checkpoint {saved.path} does not fit: {name} ({shapes})")
+        if unlike := other_shapes({name: stored.shape}, {name: like.shape}):
+            raise CheckpointError(f"checkpoint {saved.path} does not fit: {unlike[0]}")
         return tensors.setdefault(name, torch.empty_like(like.detach(), dtype=stored.dtype))
 
     return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
@@ -235,12 +224,7 @@ def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> 
     """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count."""
     there = {name.removeprefix(MODEL): each.shape for name, each in saved.tensors.items() if name.startswith(MODEL)}
     here = {name.removeprefix(MODEL): tensor.shape for name, tensor in weights.items()}
-    unlike = [
-        f"{name} ({list(there[name])} there, {list(shape)} here)"
-        for name, shape in here.items()
-        if there.get(name, shape) != shape
-    ]
-    wrong = zip(*ranks.gather(([*here.keys() - there.keys()], unlike)), strict=True)
+    wrong = zip(*ranks.gather(([*here.keys() - there.keys()], other_shapes(there, here))), strict=True)
     absent, unlike = (sorted({*chain(*each)}) for each in wrong)
     unknown = there.keys() - _held_by_any(list(there), here, ranks)
     if faults := listed_faults({"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}):
@@ -251,6 +235,12 @@ def _held_by_any(names: Sequence[str], mine: Collection[str], ranks: Ranks) -> s
     """Of names that all ranks have in one order, those of which some rank holds a tensor. Each sends a bit per name."""
     bits = np.bitwise_or.reduce(ranks.gather(np.packbits(np.array([name in mine for name in names], bool))))
     return {name for name, held in zip(names, np.unpackbits(bits, count=len(names)), strict=True) if held}
+
+
+def other_shapes(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> list[str]:
+    """Tensors of another shape in the folder (`there`) than in the model (`here`), each with both shapes."""
+    both = [(name, list(there[name]), list(shape)) for name, shape in here.items() if name in there]
+    return [f"{name} ({theirs} there, {ours} here)" for name, theirs, ours in both if theirs != ours]
 
 
 def listed_faults(faults: Mapping[str, Iterable[str]]) -> str:
@@ -275,37 +265,35 @@ def _check_optimizer(saved: Saved, optimizer: Optimizer, changed: Sequence[str])
         )
 
 
-def _empty_slots(saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]) -> Slots:
+def _empty_slots(saved: Saved, updated: Mapping[str, Trained], make: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Tensors to read into, for all optimizer state the checkpoint has of these parameters.
 
     Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step. State in
     the dtype that the weights had there gets the one that they have here, as an optimizer makes it.
     """
-    slots: Slots = {}
+    slots = {}
     for name, entry in saved.tensors.items():
         parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
         if name.startswith(OPTIMIZER) and parameter in updated:
             like, group = updated[parameter]
             if entry.shape == like.shape and slot != "step":
                 as_weight = entry.dtype == saved.tensors[MODEL + parameter].dtype
-                value = make(like.detach(), dtype=like.dtype if as_weight else entry.dtype)
+                slots[name] = make(like.detach(), dtype=like.dtype if as_weight else entry.dtype)
             else:
                 # torch.optim keeps counts in host memory, except where its kernel reads them on the device.
                 near = bool(entry.shape) or group.get("fused") or group.get("capturable")
-                value = saved.empty(name, like.device if near else "cpu")
-            slots.setdefault(parameter, {})[slot] = value
+                slots[name] = saved.empty(name, like.device if near else "cpu")
     return slots
 
 
-def _give(
-    optimizer: Optimizer, updated: Mapping[str, Sequence[Trained]], slots: Slots, values: Mapping[str, Any]
-) -> None:
-    """Hand state to the optimizer, to each holder of a parameter its own."""
+def _give(optimizer: Optimizer, updated: Mapping[str, Sequence[Trained]], values: Mapping[str, Any]) -> None:
+    """Hand state, `NAME.SLOT` -> tensor or number, to the optimizer, to each holder of a parameter its own."""
+    states: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")
         if parameter in updated:
-            slots.setdefault(parameter, {})[slot] = value
-    for parameter, state in slots.items():
+            states.setdefault(parameter, {})[slot] = value
+    for parameter, state in states.items():
         (first, _), *others = updated[parameter]
         optimizer.state[first] = state
         for other, _ in others:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, PREFIX, REST
 from titan.checkpoint.disk.manifest import TECHNIQUES
 from titan.checkpoint.disk.plain import shown
-from titan.contracts import Alike, Mesh, ModelPart, Own, PerRank
+from titan.contracts import Alike, Mesh, ModelPart, Own, PerRank, shard_of
 from titan.errors import CheckpointError, PluginError
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def optimizer_state(parts: Iterable[ModelPart], optimizer: Optimizer) -> tuple[d
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 # A plain one is taken for one that all ranks hold alike; of the parameter's shape, it is loaded as it.
-                shard = local_part(parameter).shape
+                shard = shard_of(parameter).shape
                 is_plain = hasattr(parameter, "to_local") and not hasattr(value, "to_local")
                 if is_plain and value.ndim and value.shape in (shard, parameter.shape):
                     raise PluginError(
@@ -272,15 +272,8 @@ def collect(parts: Sequence[ModelPart], optimizer: Optimizer, rest: Any, rank: i
     return Snapshot(whole, local, values, type(optimizer).__name__, plain)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own values of a tensor, plain or a DTensor."""
-    # A DTensor is told by its shard: importing its class takes half a second that a run on one device need not spend.
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def _plain_part(tensor: Tensor) -> Tensor:
-    values = local_part(tensor)
+    values = shard_of(tensor)
     if type(values) is Tensor:
         return values
     # Another type would need its package wherever the values are read. On the host: it may be larger than what is kept.

@@ -26,8 +26,8 @@ from titan.checkpoint.disk.plain import shown
 from titan.checkpoint.disk.plan import Block, SavePlan, Table
 from titan.checkpoint.disk.tensor_file import WORDS, Chunk, DataFile, read_header
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import Stacked, local_part
-from titan.contracts.base.sharding import slice_of, start_of
+from titan.checkpoint.state import Stacked
+from titan.contracts.base.sharding import shard_of, slice_of, start_of
 from titan.errors import CheckpointError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -144,7 +144,7 @@ def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
         for file, chunks in sorted(wanted.items()):
             with DataFile.open(path / file) as opened:
                 for begin, name, number in sorted(chunks):
-                    target = local_part(into[name].detach())
+                    target = shard_of(into[name].detach())
                     _read_chunk(opened, begin, target, boxes[name][0], index.tensors[name], number)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {path} cannot be read: {error}") from error

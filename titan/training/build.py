@@ -15,9 +15,8 @@ from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk.folder import complete, is_hf
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.resume import compare
-from titan.checkpoint.weights import check_tokenizer, find_weights, load_weights, other_tokenizer, stored_rest
 from titan.config import Job
+from titan.config.changes import compare
 from titan.contracts import BuildContext, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.mesh import Mesh
@@ -39,6 +38,7 @@ from titan.training.gradients import Counts, NonfiniteGuard
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
 from titan.training.pace import OwnPace, Together
+from titan.weights.load import check_tokenizer, find_weights, load_weights, other_tokenizer, stored_rest
 
 
 @dataclass(kw_only=True)

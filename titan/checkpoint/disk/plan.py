@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan.checkpoint.disk.index import (
-    PREFIX,
-    Index,
-    Ints,
-    StoredTensor,
-    file_of,
-    grid,
-    is_name,
-    stored_name,
-)
+from titan.checkpoint.disk.index import PREFIX, Index, Ints, StoredTensor, file_of, grid, is_name, stored_name
 from titan.checkpoint.disk.plain import shown
 from titan.checkpoint.disk.tensor_file import DTYPES, MOST_DIMENSIONS
 from titan.errors import CheckpointError
@@ -62,8 +53,7 @@ class SavePlan:
 def make(tables: Sequence[Table]) -> SavePlan:
     """Choose a writer for each chunk; a CheckpointError where tensors of one name do not make one. tables: by rank."""
     tensors: dict[str, StoredTensor] = {}
-    found: list[Ints] = [np.empty((0, 3), np.int64)]
-    kinds: list[tuple[int, int, int]] = []
+    found: list[Ints] = [np.empty((0, 4), np.int64)]
     first = 0
     load = np.zeros(len(tables), np.int64)
     held = _by_name(tables)
@@ -94,17 +84,16 @@ def make(tables: Sequence[Table]) -> SavePlan:
         order = np.lexsort((load[rows[:, 0]] // (1 if dims else ALIKE), cell))
         holders = np.bincount(cell)
         chosen = rows[order[np.cumsum(holders) - holders]]
-        sizes = DTYPES[dtype].itemsize * chosen[:, 2 + dims :].prod(1)
+        wide = np.full(len(chosen), DTYPES[dtype].itemsize)
+        sizes = wide * chosen[:, 2 + dims :].prod(1)
         np.add.at(load, chosen[:, 0], sizes)
-        found.append(np.column_stack([chosen[:, :2], sizes]))
-        kinds.append((len(sizes), int(name.startswith(f"{PREFIX}.")), DTYPES[dtype].itemsize))
+        file = 2 * chosen[:, 0] + name.startswith(f"{PREFIX}.")
+        found.append(np.column_stack([file, chosen[:, 1], sizes, wide]))
         tensors[name] = StoredTensor(name, DTYPES[dtype], torch.Size(shape), cuts, first, stacked)
         first += len(holders)
-    rank, item, size = np.ascontiguousarray(np.concatenate(found).T)
-    counts, *kind = np.array(kinds or [(0, 0, 0)], np.int64).T
-    of_technique, wide = (np.repeat(one, counts) for one in kind)
+    file, item, size, wide = np.ascontiguousarray(np.concatenate(found).T)
+    rank = file // 2
     # In a file the widest first, so that each begins at a multiple of its size. One sort, of one number.
-    file = 2 * rank + of_technique
     order = np.argsort((file * (1 + wide.max(initial=0)) - wide) * (1 + item.max(initial=0)) + item)
     begins = np.empty_like(size)
     begins[order] = _begins(file[order], size[order])

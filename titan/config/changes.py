@@ -1,4 +1,4 @@
-"""Resuming under a changed TOML: changed keys that affect training are logged or rejected, with both values.
+"""Changes of a job since the checkpoint that it resumes: those that affect training are logged or rejected.
 
 Keys that only say how and where a run is carried out leave the curve as it is, and are not mentioned. A key or section
 that the saved job lacks counts as having its default.

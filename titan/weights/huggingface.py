@@ -6,6 +6,7 @@ slice that the rank needs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -15,15 +16,15 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk.folder import HF_CONFIG, read_hf_config
-from titan.checkpoint.disk.hf_folder import TYPES, find_tensors
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.restore import listed, listed_faults
-from titan.checkpoint.state import firsts, local_part, model_tensors
+from titan.checkpoint.restore import listed, listed_faults, other_shapes
+from titan.checkpoint.state import firsts, model_tensors
 from titan.checkpoint.storage import box_of
-from titan.contracts import HfTensor, Model, ModelPart
+from titan.contracts import HfTensor, Model, ModelPart, shard_of
 from titan.contracts.base.spec import glob_matches
 from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
+from titan.weights.hf_folder import TYPES, find_tensors
 
 
 def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
@@ -61,10 +62,10 @@ def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
     stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
-    wanted = [name for name in shapes if name not in stacks]
-    wanted += [f"{name}[{number}]" for name in shapes if name in stacks for number in range(shapes[name][0])]
-    held = sorted(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
-    wrong = sorted({*held} ^ {*wanted}) or sorted({name for name in held if held.count(name) > 1})
+    wanted = Counter(name for name in shapes if name not in stacks)
+    wanted.update(f"{name}[{number}]" for name in shapes if name in stacks for number in range(shapes[name][0]))
+    held = Counter(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
+    wrong = [*((wanted - held) | (held - wanted))]
     wrong += [tensor.name for tensor in tensors if tensor.element is not None and len(tensor.ours) > 1]
     if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
@@ -104,25 +105,20 @@ class HfWeights:
         tensors = made_of(model, self.shapes)
         copies = [tensor for tensor in model.hf_tensors() if tensor.copy]
         stored = find_tensors(path, absent=[tensor.name for tensor in copies])
-        names = [tensor.name for tensor in (*tensors, *copies)]
-        self._stored = {name: stored[_short(name)] for name in names if _short(name) in stored}
-        self._stored |= {name: stored[name] for name in names if name in stored}
+        found = {tensor: stored.get(tensor.name) or stored.get(_short(tensor.name)) for tensor in (*tensors, *copies)}
+        self._stored = {tensor: entry for tensor, entry in found.items() if entry}
         ignored = (*model.hf_ignored, *map(_short, model.hf_ignored))
-        unused = stored.keys() - {each.name for each in self._stored.values()}
-        unlike, packed = [], []
-        for tensor in (*tensors, *copies):
-            found, shape = self._stored.get(tensor.name), shape_in_hf(tensor, self.shapes)
-            if found is not None and found.shape != shape:
-                unlike.append(f"{found.name} ({list(found.shape)} there, {list(shape)} here)")
-            if found is not None and found.type not in TYPES:
-                packed.append(f"{found.name} ({found.type})")
-        absent = [tensor.name for tensor in tensors if tensor.name not in self._stored]
+        there = {entry.name: entry.shape for entry in self._stored.values()}
+        here = {entry.name: shape_in_hf(tensor, self.shapes) for tensor, entry in self._stored.items()}
+        packed = [f"{entry.name} ({entry.type})" for entry in self._stored.values() if entry.type not in TYPES]
+        absent = [tensor.name for tensor in tensors if tensor not in self._stored]
+        unused = stored.keys() - there.keys()
         unknown = [name for name in unused if not any(glob_matches(glob, name) for glob in ignored)]
-        faults = {"it lacks": absent, "the model lacks": unknown, "shapes differ in": unlike}
+        faults = {"it lacks": absent, "the model lacks": unknown, "shapes differ in": other_shapes(there, here)}
         if told := listed_faults(faults | {"no plain floating-point numbers in": packed}):
             raise CheckpointError(f"{path} does not fit the model: {told}")
         self._places = self._by_name(tensors)
-        self._copies = self._by_name(tensor for tensor in copies if tensor.name in self._stored)
+        self._copies = self._by_name(tensor for tensor in copies if tensor in self._stored)
 
     def _by_name(self, tensors: Iterable[HfTensor]) -> dict[str, list[_Place]]:
         """Our name -> where its values stand: all of them in one tensor, or each element in a tensor of its own."""
@@ -138,7 +134,7 @@ class HfWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor of ours is stored in; of elements of several types, one that holds the values of all."""
-        return reduce(torch.promote_types, (TYPES[self._stored[p.tensor.name].type] for p in self._places[name]))
+        return reduce(torch.promote_types, (TYPES[self._stored[p.tensor].type] for p in self._places[name]))
 
     def read(self, name: str, bounds: Sequence[slice] = ()) -> Tensor:
         """One of our tensors in the type it is stored in: whole, or the part within start and stop of each dimension.
@@ -169,7 +165,7 @@ class HfWeights:
         return value
 
     def _piece(self, tensor: HfTensor, bounds: Sequence[slice]) -> Tensor:
-        value = self._stored[tensor.name].read(bounds[::-1] if tensor.transposed else bounds)
+        value = self._stored[tensor].read(bounds[::-1] if tensor.transposed else bounds)
         return value.T if tensor.transposed else value
 
 
@@ -192,7 +188,7 @@ def _fill(weights: HfWeights, holders: Mapping[str, Sequence[Tensor]]) -> None:
     if absent := [name.removeprefix(MODEL) for name in holders if name.removeprefix(MODEL) not in weights.shapes]:
         raise CheckpointError(f"{weights.path} cannot hold {listed(absent)}")
     for name, tensor in ((name, tensor) for name, tensors in holders.items() for tensor in tensors):
-        local = local_part(tensor)
+        local = shard_of(tensor)
         if local.numel():
             bounds = [slice(start, start + size) for start, size in zip(*box_of(tensor), strict=True)]
             local.copy_(weights.read(name.removeprefix(MODEL), bounds))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint import huggingface, restore
+from titan.checkpoint import restore
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
@@ -19,6 +19,7 @@ from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, MissingPackageError
 from titan.paths import expanded
 from titan.terminal import warn_once
+from titan.weights import huggingface
 
 
 def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
@@ -69,20 +70,18 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
 
     change: `checkpoint.change_tokenizer`: it is then only told.
     """
+    if sentence := other_tokenizer(path, tokenizer):
+        if not change:
+            raise ConfigError(sentence)
+        warn_once(f"{sentence}, which it is")
+
+
+def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
+    """In which way a job's tokenizer is not that of a folder's weights, as a sentence; else empty."""
     try:
         _compare(path, tokenizer)
     except MissingPackageError as error:
         warn_once(f"{path}: its tokenizer is not compared with {tokenizer.name!r}: {error}")
-    except ConfigError as error:
-        if not change:
-            raise
-        warn_once(f"{error}, which it is")
-
-
-def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
-    """What `check_tokenizer` would raise, as a sentence; else empty."""
-    try:
-        check_tokenizer(path, tokenizer, change=False)
     except ConfigError as error:
         return str(error)
     return ""
