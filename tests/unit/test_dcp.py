@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoints import names_in
 from tests.huggingface import SMALL, Drawn, convert, converting, plugin, write
 from titan import cli
+from titan.checkpoint.disk.folder import FORMAT
 from titan.contracts import Model
 from titan.inference import conversion
 from titan.weights.huggingface import shapes_of
@@ -138,7 +139,7 @@ def test_a_checkpoint_of_the_former_format(
     entry = {"size": 1, "sha256": "0" * 64}
     (former / "manifest.json").write_text(json.dumps({"files": dict.fromkeys((".metadata", "__0_0.distcp"), entry)}))
     (former / "titan.index").touch()
-    said = f"{former} has format 1, but this version of titan reads format 2; `titan convert --from {former} "
+    said = f"{former} has format 1, but this version of titan reads format {FORMAT}; `titan convert --from {former} "
     for words in (["checkpoint", "list"], ["checkpoint", "verify"], ["generate", "--prompt", "x", "--checkpoint"]):
         assert cli.main([*words, str(former)]) == {"list": 0, "verify": 1}.get(words[1], 2)
         printed = capsys.readouterr()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.huggingface import LLAMA, SCALED, SMALL, Drawn, convert, loaded, model_of, plugin, tensors, write
 from titan import cli
+from titan.checkpoint.disk import tensor_file
 from titan.contracts import HfTensor, Model
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
@@ -110,6 +111,7 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return torch.from_numpy(array)
 
     monkeypatch.setattr(huggingface.HfWeights, "read", tracked)
+    monkeypatch.setattr(tensor_file, "WAITING", 0)
     for form in ("titan", "hf"):
         most[0] = 0
         convert(tmp_path / "hf", tmp_path / f"new-{form}", form)

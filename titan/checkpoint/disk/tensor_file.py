@@ -50,8 +50,8 @@ MOST_BYTES = 1 << 62
 """What any size or place in a file is at most."""
 MOST_DIMENSIONS = 32
 
-SMALL = 1 << 16
-"""Bytes of a tensor below which it may wait to be hashed with others before it."""
+WAITING = 1 << 16
+"""Bytes of small tensors that wait together to be hashed."""
 
 WRITTEN_OUT = 4 << 20
 """Bytes after which the kernel is told to write them to the disk, so that the sync at the end of the file is short."""
@@ -117,7 +117,7 @@ class _HashedFile:
     def __init__(self, file: FileIO, aside: Executor) -> None:
         self._file, self._aside, self.digest, self.size = file, aside, hashlib.sha256(), 0
         self._hashing: Future[None] | None = None
-        self._written_out = 0
+        self._waiting = self._written_out = 0
 
     @classmethod
     @contextmanager
@@ -129,9 +129,12 @@ class _HashedFile:
             os.fsync(file.fileno())
 
     def write(self, data: memoryview) -> None:
-        # Of a tensor no copy is made, so that at most two are in memory: the one that is written and the one before.
-        if self._hashing is not None and len(data) >= SMALL:
+        # Of a tensor no copy is made, so that at most two are in memory, the one that is written and the one before it:
+        # or some small ones, for which a thread would take longer to wake up than to hash.
+        self._waiting += len(data)
+        if self._hashing is not None and self._waiting > WAITING:
             self._hashing.result()
+            self._waiting = len(data)
         self._hashing = self._aside.submit(self.digest.update, data)
         while data:
             count = self._file.write(data[:WRITTEN_OUT])
