@@ -135,8 +135,8 @@ class Checkpointer:
         if others:
             until = f", until this branch has {self.keep} of its own" if self.keep else ""
             rm = f"`titan checkpoint rm {self.folder} --abandoned` removes them"
-            kept = f"kept until a save replaces their step{until}, or {rm}"
-            tell(f"abandoned: {', '.join(others)} in {self.folder}; {kept}")
+            ends = f"kept until a save replaces their step{until}, or {rm}"
+            tell(f"abandoned: {', '.join(others)} in {self.folder}; {ends}")
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
