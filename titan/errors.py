@@ -57,10 +57,14 @@ class CheckpointError(TitanError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that the file system cannot read now. It may be intact, so no older one is used instead."""
+    """A checkpoint that the file system does not let us read. It may be intact, so no older one is used instead.
+    exit_code: that of wrong input where the next start would fail too."""
 
-    exit_code = EXIT_FAILED
     unreadable = True
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class SaveError(CheckpointError):

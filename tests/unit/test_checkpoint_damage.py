@@ -1,8 +1,11 @@
 """Checkpoints that were damaged: refused by name, or gone back from to the newest sound one, loudly."""
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from bench.mutations import build, checkpointer
 from tests.checkpoints import flip, steps_in
 from titan.checkpoint.disk import manifest
-from titan.errors import CheckpointError
+from titan.errors import EXIT_WRONG_INPUT, CheckpointError
 
 DATA = manifest.data_file(0)
 
@@ -110,3 +113,19 @@ def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.Monkey
         hashed.clear()
     again.load(saved, *build())
     assert len(hashed) == 3
+
+
+def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, opens, closed = checkpointer(tmp_path), Path.open, tmp_path / "step-00000002" / DATA
+    for step in (1, 2):
+        saver.save(step, *build(), {})
+
+    def refuse(path: Path, *how: Any, **more: Any) -> Any:
+        if path == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opens(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied; the file may be intact") as refused:
+        checkpointer(tmp_path).find("auto")
+    assert refused.value.exit_code == EXIT_WRONG_INPUT

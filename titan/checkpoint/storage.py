@@ -147,7 +147,8 @@ def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
                     target = shard_of(into[name].detach())
                     _read_chunk(opened, begin, target, boxes[name][0], index.tensors[name], number)
     except CheckpointError as error:
-        raise type(error)(f"checkpoint {path} cannot be read: {error}") from error
+        error.args = (f"checkpoint {path} cannot be read: {error}",)
+        raise
 
 
 def _read_chunk(

@@ -8,7 +8,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
 
-from titan.errors import CheckpointError, UnreadableError, of_machine
+from titan.errors import EXIT_WRONG_INPUT, CheckpointError, UnreadableError, of_machine
 
 DEEPEST = 64
 """Tables and lists inside one another that are read."""
@@ -31,11 +31,13 @@ def size_of(path: Path) -> int:
 
 
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
-    """What to raise where a file of a checkpoint cannot be read; an UnreadableError where the machine fails."""
+    """What to raise where a file of a checkpoint cannot be read; an UnreadableError where it may be intact."""
     told = f"{path} cannot be read: {error.strerror}"
-    return (
-        UnreadableError(f"{told}; the file may be intact, so try again") if of_machine(error) else CheckpointError(told)
-    )
+    if isinstance(error, PermissionError):
+        return UnreadableError(f"{told}; the file may be intact, so let this user read it", EXIT_WRONG_INPUT)
+    if of_machine(error):
+        return UnreadableError(f"{told}; the file may be intact, so try again")
+    return CheckpointError(told)
 
 
 def shown(value: object) -> str:
