@@ -1,12 +1,10 @@
 """Checkpoints of many ranks: bit-equal on any layout, one outcome on all ranks, training undisturbed."""
 
-import os
 import resource
 import signal
 from collections import OrderedDict
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -25,12 +23,10 @@ from tests.checkpoints import (
     SHARDED,
     TENSOR,
     Layout,
-    UnevenToy,
     adamw,
     assert_same,
     assert_same_rest,
     checkpointer_of,
-    copied,
     flip,
     local_part,
     model_on,
@@ -44,7 +40,7 @@ from titan.checkpoint import rng_state, storage
 from titan.checkpoint.disk import manifest
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError
-from titan.testing.ranks import RankError, run_ranks
+from titan.testing.ranks import run_ranks
 
 
 def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
@@ -101,45 +97,6 @@ def test_uneven_shards_of_uneven_slices_are_where_they_are() -> None:
     assert run_ranks(_wrong_boxes, 6, 3, 2, 20) == [[]] * 6
 
 
-def _held(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """A copy of what this rank has of the model and of the optimizer's state."""
-    return {name: local_part(tensor) for name, tensor in copied(parts, optimizer).items()}
-
-
-def _train_while_saving(folder: Path) -> None:
-    model = model_on(SHARDED)
-    parts, optimizer = [ModelPart(model)], adamw(model)
-    train(parts, optimizer)
-    before = _held(parts, optimizer)
-    trained, write = Event(), storage.write
-
-    def late(*args: Any) -> Any:
-        assert trained.wait(30)
-        return write(*args)
-
-    storage.write = late
-    checkpointer = checkpointer_of(folder, asynchronous=True)
-    rest: dict[str, Any] = {"list": [1], "tensor": torch.ones(2)}
-    checkpointer.save(1, parts, optimizer, rest)
-    rest["list"].append(2)
-    rest["tensor"].zero_()
-    train(parts, optimizer, 3)
-    assert names_in(folder) in ([], ["step-00000001.tmp"])
-    trained.set()
-    train(parts, optimizer)
-    checkpointer.wait()
-    assert not torch.equal(local_part(model.up.weight), before["up.weight"])
-    loaded = checkpointer.load(folder / "step-00000001", parts, optimizer)
-    assert_same(_held(parts, optimizer), before)
-    assert_same_rest(loaded, {"list": [1], "tensor": torch.ones(2)})
-    train(parts, optimizer)
-    assert optimizer.state[model.scale]["step"].item() == 2
-
-
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    run_ranks(_train_while_saving, 4, tmp_path)
-
-
 def _model_of(*names: str) -> nn.Module:
     """Of these layers, whose weights are the same each time."""
     torch.manual_seed(1)
@@ -162,33 +119,19 @@ def _save_stages(folder: Path, sharded: bool) -> None:
 def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
     run_ranks(_save_stages, 4, tmp_path, sharded)
     assert stored(tmp_path / "step-00000007").tensors["model.embed.weight"].chunks == (2 if sharded else 1)
-    expected, whole = (_model_of("embed", "first", "second") for _ in range(2))
+    whole = _model_of("embed", "first", "second")
+    expected = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    optimizer = adamw(whole)
     for parameter in whole.parameters():
         parameter.detach().zero_()
-    optimizer = adamw(whole)
     checkpointer_of(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
-    for parameter, wanted in zip(whole.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(parameter, wanted)
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], wanted * SCALED["exp_avg"])
-
-
-def _load_stages_without_second(folder: Path) -> str:
-    model = _model_of(["embed", "first"][dist.get_rank()])
-    with pytest.raises(CheckpointError) as refused:
-        checkpointer_of(folder).load(folder / "step-00000007", [ModelPart(model)], adamw(model))
-    return str(refused.value)
-
-
-def test_names_no_rank_wants_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_save_stages, 4, tmp_path, True)
-    told = run_ranks(_load_stages_without_second, 2, tmp_path)
-    assert told[0] == told[1]
-    assert told[0].endswith("does not fit the model: the model lacks second.bias, second.weight")
+    assert_same(dict(whole.state_dict()), expected)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name] * SCALED["exp_avg"])
 
 
 def _save_after_validation(folder: Path) -> None:
-    torch.manual_seed(1)
-    model = UnevenToy()
+    model = model_on(ONE)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
     parts, optimizer = [ModelPart(model)], adamw(model)
     train(parts, optimizer)
@@ -196,13 +139,13 @@ def _save_after_validation(folder: Path) -> None:
         model(torch.arange(8))
     assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
     checkpointer_of(folder).save(1, parts, optimizer, {})
-    names = stored(folder / "step-00000001").tensors
-    assert names["model.up.weight"].chunks == 2
-    assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
 
 
 def test_save_after_a_forward_without_backward(tmp_path: Path) -> None:
     run_ranks(_save_after_validation, 2, tmp_path)
+    tensors = stored(tmp_path / "step-00000001").tensors
+    assert tensors["model.up.weight"].chunks == 2
+    assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= tensors.keys()
 
 
 def _random_state(folder: Path, load: bool) -> dict[str, Any]:
@@ -243,8 +186,7 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
     hashed: list[str] = []
     read = manifest.entry_of
     manifest.entry_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
-    found = _find(folder, "auto")
-    files = list(hashed)
+    found, files = _find(folder, "auto"), [*hashed]
     save(folder, SHARDED)
     return found, files, len(hashed) - len(files)
 
@@ -253,74 +195,45 @@ def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path
     run_ranks(save, 4, tmp_path, SHARDED)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
     run_ranks(save, 4, tmp_path, SHARDED)
-    data = tmp_path / "step-00000007" / "rank-00002.safetensors"
-    flip(data)
-    outcomes = run_ranks(_find_and_count, 4, tmp_path)
+    flip(tmp_path / "step-00000007" / "rank-00002.safetensors")
+    found, hashed, written = zip(*run_ranks(_find_and_count, 4, tmp_path), strict=True)
     files = [*(f"rank-0000{rank}.safetensors" for rank in range(4)), "state.json", "titan.index"]
-    assert [found for found, *_ in outcomes] == [str(tmp_path / "step-00000006")] * 4
-    assert sorted(name for _, names, _ in outcomes for name in names) == sorted(files * 2)
-    assert [len(names) for _, names, _ in outcomes] == [4, 4, 2, 2]
-    assert [written for *_, written in outcomes] == [1, 0, 0, 0], "all but state.json is hashed while it is written"
+    assert found == (str(tmp_path / "step-00000006"),) * 4
+    assert sorted(chain(*hashed)) == sorted(files * 2) and [len(names) for names in hashed] == [4, 4, 2, 2]
+    assert written == (1, 0, 0, 0), "all but state.json is hashed while it is written"
 
 
-def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str, Any]:
+def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> tuple[str, list[str], list[str]]:
+    """What is told, what is left, and what there is after the next save."""
     # Its shard is larger than any buffer: the disk fills in the middle of a tensor.
     model = nn.Linear(128, 256)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = adamw(model)
     checkpointer = checkpointer_of(folder, asynchronous)
-    checkpointer.save(1, [ModelPart(model)], optimizer, {})
-    checkpointer.wait()
-    set_known_state(model, optimizer)
+
+    def save_whole(step: int) -> list[str]:
+        dist.barrier()  # the other rank has seen what there was
+        checkpointer.save(step, [ModelPart(model)], adamw(model), {})
+        checkpointer.wait()
+        return names_in(folder)
+
+    save_whole(1)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == full_rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
     with pytest.raises(CheckpointError) as refused:
-        checkpointer.save(2, [ModelPart(model)], optimizer, {})
-        checkpointer.wait()
+        save_whole(2)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    dist.barrier()
     left = names_in(folder)
-    dist.barrier()
-    checkpointer.save(3, [ModelPart(model)], optimizer, {})
-    checkpointer.wait()
-    return {"told": str(refused.value), "left": left, "then": names_in(folder)}
+    return str(refused.value), left, save_whole(3)
 
 
 @pytest.mark.parametrize(("asynchronous", "full_rank"), [(False, 1), (True, 0)])
 def test_disk_full_on_one_rank_is_told_by_all(tmp_path: Path, asynchronous: bool, full_rank: int) -> None:
     outcomes = run_ranks(_fill_disk, 2, tmp_path, asynchronous, full_rank)
-    last = tmp_path / "step-00000001"
-    told = f"disk full while saving step 2 to {tmp_path}; the last complete checkpoint is {last}"
-    assert [outcome["told"] for outcome in outcomes] == [told] * 2
-    assert [outcome["left"] for outcome in outcomes] == [["step-00000001"]] * 2
-    assert outcomes[0]["then"] == ["step-00000001", "step-00000003"]
-
-
-def _die_while_writing(folder: Path) -> None:
-    save(folder, (1, 2, 1))
-    write = storage.write
-
-    def half(*args: Any) -> Any:
-        written = write(*args)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return written
-
-    storage.write = half
-    model = model_on((1, 2, 1))
-    checkpointer_of(folder, asynchronous=True).save(8, [ModelPart(model)], adamw(model), {})
-    signal.pause()
-
-
-def test_killed_while_writing_the_last_one_stands(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code -9"):
-        run_ranks(_die_while_writing, 2, tmp_path)
-    assert (tmp_path / "step-00000008.tmp").is_dir()
-    assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
-    assert not (tmp_path / "step-00000008.tmp").exists()
-    _load_and_compare(tmp_path, ONE, (1, 2, 1))
+    last = "step-00000001"
+    told = f"disk full while saving step 2 to {tmp_path}; the last complete checkpoint is {tmp_path / last}"
+    assert outcomes == [(told, [last], [last, "step-00000003"])] * 2
 
 
 def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
