@@ -2,23 +2,22 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
 from bench import mutations
-from tests.checkpoints import checkpointer_of, made, names_in, raising, steps_in
+from tests.checkpoints import assert_same, checkpointer_of, copied, made, names_in, raising, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, tensor_file
-from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, data_file
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, FileEntry, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
-from titan.contracts import ModelPart
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
 
 
@@ -29,21 +28,18 @@ def save(folder: Path, *steps: int) -> None:
 
 
 def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    folder = tmp_path / "checkpoints"
-    checkpointer = checkpointer_of(folder)
-    assert checkpointer.find("auto") is None
-    assert checkpointer.find("never") is None
+    checkpointer = checkpointer_of(tmp_path)
+    assert checkpointer.find("auto") is checkpointer.find("never") is None
     with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
         checkpointer.find("required")
-    save(folder, 1, 2)
-    (folder / "step-00000003.tmp").mkdir()
-    assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
-    assert not (folder / "step-00000003.tmp").exists()
-    assert told() == []
-    assert checkpointer.find("never") is None
-    assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
-    aside = f"ignores {folder / 'step-00000002'}, the newest checkpoint of this run"
-    assert told() == [f"checkpoint.resume = {how!r} {aside}" for how in ("never", str(folder / "step-00000001"))]
+    save(tmp_path, 1, 2)
+    first, newest, unfinished = (tmp_path / f"step-0000000{name}" for name in ("1", "2", "3.tmp"))
+    unfinished.mkdir()
+    assert checkpointer.find("auto") == checkpointer.find("required") == newest
+    assert not unfinished.exists() and told() == []
+    assert checkpointer.find("never") is None and checkpointer.find(str(first)) == first
+    ignored = f"ignores {newest}, the newest checkpoint of this run"
+    assert told() == [f"checkpoint.resume = {how!r} {ignored}" for how in ("never", str(first))]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
 
@@ -67,7 +63,7 @@ def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
 def test_the_newest_is_not_given_up_for_a_read_that_fails(
     name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that a machine does not give for now may be sound; one of another content is damaged."""
+    """A file that a machine does not give for now may be sound."""
     save(tmp_path, 1, 2)
     checkpointer = checkpointer_of(tmp_path)
     doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
@@ -78,18 +74,14 @@ def test_the_newest_is_not_given_up_for_a_read_that_fails(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
         return whole(self, *args, **named)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, call, fail)
-        intact = f"{name} cannot be read: Input/output error; the file may be intact"
-        with pytest.raises(CheckpointError, match=intact):
-            checkpointer.find("auto")
+    monkeypatch.setattr(Path, call, fail)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: Input/output error; the file may be intact"):
+        checkpointer.find("auto")
+    if name == "state.json" and call == "open":
         left.append(1)
-        if name == "state.json" and call == "open":
-            with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
-                checkpointer.save(3, *made(), {})
+        with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
+            checkpointer.save(3, *made(), {})
     assert checkpointer.find("auto") == tmp_path / "step-00000002"
-    doomed.write_bytes(doomed.read_bytes()[::-1])
-    assert checkpointer.find("auto") == tmp_path / "step-00000001"
 
 
 def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -103,51 +95,41 @@ def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path
 
 def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = storage.write
-
-    def lose(path: Path, *args: Any) -> Any:
-        written = write(path, *args)
-        (path / "rank-00000.safetensors").unlink()
-        return written
-
-    monkeypatch.setattr(storage, "write", lose)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is missing"):
+    monkeypatch.setattr(storage, "write", lambda path, *args: write(path, *args) | {data_file(1): FileEntry(1, "")})
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is missing"):
         checkpointer_of(tmp_path).save(1, *made(), {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(_: Path) -> None:  # it dies after this, before the outcome is agreed on
-        lost = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
-        monkeypatch.setattr(Ranks, "gather", raising(lost))
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "then"),
+    [
+        (folders, "complete", OSError(errno.ESTALE, "Stale file"), "sweeping failed: rank 0: [Errno 116] Stale file"),
+        (Ranks, "first", RuntimeError("Connection closed\nmore"), "another rank was lost: Connection closed"),
+    ],
+    ids=["the disk", "a peer"],
+)
+def test_what_fails_while_a_save_is_given_up_is_said(
+    owner: Any, name: str, error: Exception, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(owner, name, raising(error))
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(storage, "write", raising(OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr(folders, "complete", leave)
-    with pytest.raises(CheckpointError) as error:
+    monkeypatch.setattr(storage, "write", fail)
+    with pytest.raises(CheckpointError) as failed:
         checkpointer_of(tmp_path).save(1, *made(), {})
-    assert str(error.value) == (
-        f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error; then another rank was lost: "
-        "Connection closed by peer [127.0.0.1]:5"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((storage, "write"), (folders, "complete")):
-        monkeypatch.setattr(owner, name, raising(OSError(errno.ESTALE, "Stale file handle")))
-    stale = r"rank 0: \[Errno 116\] Stale file handle"
-    with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
-        checkpointer_of(tmp_path).save(1, *made(), {})
+    reason = f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error"
+    assert str(failed.value) == f"{reason}; then {then}"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, EXIT_FAILED), (errno.EACCES, EXIT_WRONG_INPUT)])
 def test_data_that_cannot_be_read_are_no_damaged_data(
     number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors calls a file that may not be read absent."""
     save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
-
     monkeypatch.setattr(Path, "open", raising(OSError(number, os.strerror(number))))
     with pytest.raises(CheckpointError, match=rf"safetensors cannot be read: {os.strerror(number)}") as failed:
         checkpointer.load(path, *made(), {}, ())
@@ -173,24 +155,23 @@ def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
 @pytest.mark.parametrize("lost_at", [1, 2, 3])
 def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
     save(tmp_path, 1)
-    (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
-    asked = []
+    others = tmp_path / "step-00000009.tmp"  # what the other run is writing
+    asked = iter(range(1, lost_at))
 
     def held() -> None:
-        asked.append(1)
-        if len(asked) >= lost_at:
-            (tmp_path / "step-00000009.tmp").mkdir(exist_ok=True)
+        if next(asked, None) is None:
+            others.mkdir(exist_ok=True)
             raise FolderError("taken over by another run")
 
     checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
     with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: taken over by another run$") as failed:
         checkpointer.save(2, *made(), {})
     assert failed.value.exit_code == EXIT_WRONG_INPUT
-    assert {*names_in(tmp_path)} - {"step-00000002.tmp"} == {"step-00000001", "step-00000009.tmp"}
+    assert {*names_in(tmp_path)} - {"step-00000002.tmp"} == {"step-00000001", others.name}
     assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)
     with pytest.raises(CheckpointError, match="taken over by another run"):
         checkpointer.find("auto")
-    assert (tmp_path / "step-00000009.tmp").exists()
+    assert others.exists()
 
 
 def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
@@ -203,10 +184,8 @@ def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
 
 
 def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    blocked = tmp_path / "checkpoints"
-    blocked.write_text("a file where a folder should be")
-    checkpointer = checkpointer_of(blocked, asynchronous=True)
-    parts, optimizer = made()
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path / "checkpoints", asynchronous=True), made()
     checkpointer.save(1, parts, optimizer, {})
     with pytest.raises(CheckpointError, match=r"saving step 1 to .*checkpoints failed: rank 0: .*there is no complete"):
         checkpointer.save(2, parts, optimizer, {})
@@ -216,84 +195,53 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callabl
     assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]
 
 
-class _Gpu:
-    """In place of `torch.cuda`, on tensors of the CPU; `trains` runs before the stream that copies begins."""
-
-    def __init__(self, free: int, trains: Callable[[], object]) -> None:
-        self.free, self.cached, self._trains = free, 0, trains
-        self.asked: list[str] = []
-
-    def Stream(self, device: torch.device) -> "_Gpu":
-        return self
-
-    def current_stream(self, device: torch.device) -> str:
-        return "computing"
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self.free, 10**9
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 500 + self.cached
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 500
-
-    def wait_stream(self, other: str) -> None:
-        self.asked.append(f"wait for {other}")
-
-    @contextmanager
-    def stream(self, stream: "_Gpu") -> Iterator[None]:
-        self.asked.append("copy")
-        self._trains()
-        yield
-
-    def synchronize(self) -> None:
-        self.asked.append("synchronize")
+def _gpu(free: int) -> Mock:
+    """In place of `torch.cuda`, on tensors of the CPU."""
+    gpu = MagicMock()
+    gpu.mem_get_info.return_value = free, 10**9
+    gpu.memory_reserved.return_value = gpu.memory_allocated.return_value = 500
+    return gpu
 
 
 @pytest.mark.parametrize(("free", "clones"), [(1000, True), (900, False)])
 def test_a_gpu_with_room_goes_on_while_a_clone_of_its_state_is_copied(free: int, clones: bool) -> None:
     state = [torch.full((100,), 1.0), torch.full((50,), 2.0, dtype=torch.float64)]  # 800 bytes
     host = [torch.zeros_like(tensor) for tensor in state]
-    gpu = _Gpu(free, lambda: [tensor.mul_(3) for tensor in state if clones])
+    gpu = _gpu(free)
+    gpu.stream.return_value.__enter__.side_effect = lambda: [tensor.mul_(3) for tensor in state if clones]
     finish = Aside(torch.device("cpu"), gpu).copy(list(zip(host, state, strict=True)))
-    assert gpu.asked == ["wait for computing", "copy"] + ["synchronize"] * (not clones)
+    stream, calls = gpu.Stream.return_value, [name for name, *_ in gpu.mock_calls]
+    assert calls.index("Stream().wait_stream") < calls.index("stream().__enter__")
+    assert stream.synchronize.called == (not clones)
     finish()
-    assert gpu.asked[-1] == "synchronize" and [tensor[0].item() for tensor in host] == [1.0, 2.0]
+    assert stream.synchronize.called and [tensor[0].item() for tensor in host] == [1.0, 2.0]
 
 
 def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
-    gpu = _Gpu(600, lambda: None)
+    gpu, pairs = _gpu(600), [(torch.zeros(100), torch.ones(100))]  # 400 bytes
     aside = Aside(torch.device("cpu"), gpu)
-    pairs = [(torch.zeros(100), torch.ones(100))]  # 400 bytes
-    aside.copy(pairs)()
-    gpu.free, gpu.cached, gpu.asked = 200, 400, []  # freed, but PyTorch keeps it
     aside.copy(pairs)
-    assert "synchronize" not in gpu.asked
-    gpu.cached = 0  # something else has taken it
-    aside.copy(pairs)
-    assert "synchronize" in gpu.asked
+    for cached, waits in ((400, False), (0, True)):  # PyTorch keeps it; something else has taken it
+        gpu.mem_get_info.return_value, gpu.memory_reserved.return_value = (200, 10**9), 500 + cached
+        aside.copy(pairs)
+        assert gpu.Stream.return_value.synchronize.called == waits
 
 
 def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[float] = []
-    checkpointer = checkpointer_of(tmp_path, asynchronous=True)
-    copy = checkpointer._staging.copy
+    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path, asynchronous=True), made()
+    before, copy = copied(parts, optimizer), checkpointer._staging.copy
 
     def late(snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
-        copied, _ = copy(snapshot)
-        weight = copied.local["model.weight"]
+        staged, _ = copy(snapshot)
+        weight = staged.local["model.out.weight"]
+        whole = weight.clone()
         weight.zero_()
-        return copied, lambda: weight.fill_(7.0)
+        return staged, lambda: weight.copy_(whole)
 
     monkeypatch.setattr(checkpointer._staging, "copy", late)
-    monkeypatch.setattr(
-        checkpointer, "write", lambda step, snapshot, began: found.append(snapshot.local["model.weight"][0, 0].item())
-    )
-    module = torch.nn.Linear(2, 2, bias=False)
-    checkpointer.save(1, [ModelPart(module)], torch.optim.SGD(module.parameters()), {})
-    checkpointer.wait()
-    assert found == [7.0]
+    checkpointer.save(1, parts, optimizer, {})
+    checkpointer.load(tmp_path / "step-00000001", parts, optimizer)
+    assert_same(copied(parts, optimizer), before)
 
 
 def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
@@ -309,16 +257,18 @@ def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
 
     def look(path: Path, target: Path) -> Path:
         if target.suffix == "" and path.is_dir():
-            inside = {str(file.relative_to(path)): file for file in path.rglob("*")}
-            before.update({name: file.stat().st_ino in synced for name, file in {**inside, "": path}.items()})
+            before.update(
+                {str(file.relative_to(path)): file.stat().st_ino in synced for file in [path, *path.rglob("*")]}
+            )
             synced.clear()
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Path, "rename", look)
     saved = mutations.save(tmp_path)
-    names = {INDEX, STATE, MANIFEST, TECHNIQUES, data_file(0), data_file(0, of_technique=True)}
-    assert before == dict.fromkeys({"", *names}, True) and names == {*names_in(saved), data_file(0, of_technique=True)}
+    of_technique = data_file(0, of_technique=True)
+    assert before == dict.fromkeys([".", *names_in(saved), of_technique], True)
+    assert {INDEX, STATE, MANIFEST, TECHNIQUES, data_file(0), of_technique} < before.keys()
     assert tmp_path.stat().st_ino in synced
 
 
