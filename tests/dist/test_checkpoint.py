@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -27,39 +27,37 @@ from tests.checkpoints import (
     assert_same,
     assert_same_rest,
     checkpointer_of,
+    copied,
     flip,
+    known,
     local_part,
     model_on,
     names_in,
     save,
-    set_known_state,
     train,
 )
 from tests.jobs import stored
 from titan.checkpoint import rng_state, storage
-from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk import manifest, plan
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError
-from titan.testing.ranks import run_ranks
+from titan.testing.jobs import saved_tensors
+from titan.testing.ranks import RankError, run_ranks
+
+STEP = "step-00000007"
 
 
 def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
     model = model_on(layout)
-    expected = {name: local_part(tensor).clone() for name, tensor in model.state_dict().items()}
+    expected = copied(*known(model))
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(-1)
-    optimizer = adamw(model)
-    rest = checkpointer_of(folder).load(folder / "step-00000007", [ModelPart(model)], optimizer)
-    assert rest == {"layout": list(saved)}
-    assert torch.equal(model.seen, expected["seen"])
-    for name, parameter in model.named_parameters():
-        assert torch.equal(local_part(parameter), expected[name]), name
-        state = optimizer.state[parameter]
-        assert state.keys() == SCALED.keys() | {"step"}
-        assert type(state["step"]) is Tensor and state["step"].item() == 7
-        for slot, factor in SCALED.items():
-            assert isinstance(state[slot], DTensor) == isinstance(parameter, DTensor)
-            assert torch.equal(local_part(state[slot]), expected[name] * factor), (name, slot)
+    parts, optimizer = [ModelPart(model)], adamw(model)
+    assert checkpointer_of(folder).load(folder / STEP, parts, optimizer) == {"layout": list(saved)}
+    assert_same(copied(parts, optimizer), expected)
+    for parameter, state in optimizer.state.items():
+        sharded = dict.fromkeys(SCALED, isinstance(parameter, DTensor)) | {"step": False}
+        assert {slot: isinstance(value, DTensor) for slot, value in state.items()} == sharded
 
 
 def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
@@ -110,24 +108,20 @@ def _save_stages(folder: Path, sharded: bool) -> None:
     model = _model_of(*[("embed", "first"), ("second", "embed")][stage])
     if sharded:
         fully_shard(model, mesh=mesh["shard"])
-    optimizer = adamw(model)
-    set_known_state(model, optimizer)
-    checkpointer_of(folder).save(7, [ModelPart(model, stage, 2)], optimizer, {})
+    checkpointer_of(folder).save(7, *known(model, stage, 2), {})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
     run_ranks(_save_stages, 4, tmp_path, sharded)
-    assert stored(tmp_path / "step-00000007").tensors["model.embed.weight"].chunks == (2 if sharded else 1)
+    assert stored(tmp_path / STEP).tensors["model.embed.weight"].chunks == (2 if sharded else 1)
     whole = _model_of("embed", "first", "second")
-    expected = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    optimizer = adamw(whole)
+    expected = copied(*known(whole))
     for parameter in whole.parameters():
         parameter.detach().zero_()
-    checkpointer_of(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
-    assert_same(dict(whole.state_dict()), expected)
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], expected[name] * SCALED["exp_avg"])
+    parts, optimizer = [ModelPart(whole)], adamw(whole)
+    checkpointer_of(tmp_path).load(tmp_path / STEP, parts, optimizer)
+    assert_same(copied(parts, optimizer), expected)
 
 
 def _save_after_validation(folder: Path) -> None:
@@ -179,7 +173,7 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     absent = run_ranks(_find, 2, tmp_path, "required")
     assert absent == [f'refused: checkpoint.resume = "required": there is no complete checkpoint in {tmp_path}'] * 2
     save(tmp_path, ONE)
-    assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
+    assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / STEP)] * 2
 
 
 def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
@@ -193,14 +187,63 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
 
 def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path) -> None:
     run_ranks(save, 4, tmp_path, SHARDED)
-    (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
+    (tmp_path / STEP).rename(tmp_path / "step-00000006")
     run_ranks(save, 4, tmp_path, SHARDED)
-    flip(tmp_path / "step-00000007" / "rank-00002.safetensors")
+    flip(tmp_path / STEP / "rank-00002.safetensors")
     found, hashed, written = zip(*run_ranks(_find_and_count, 4, tmp_path), strict=True)
     files = [*(f"rank-0000{rank}.safetensors" for rank in range(4)), "state.json", "titan.index"]
     assert found == (str(tmp_path / "step-00000006"),) * 4
     assert sorted(chain(*hashed)) == sorted(files * 2) and [len(names) for names in hashed] == [4, 4, 2, 2]
     assert written == (1, 0, 0, 0), "all but state.json is hashed while it is written"
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    run_ranks(save, 4, tmp_path, HYBRID)
+    written = [path.stat().st_size for path in (tmp_path / STEP).glob("rank-*.safetensors")]
+    assert len(written) == 4 and max(written) < 1.2 * min(written)
+
+
+def _save_three(folder: Path) -> list[int]:
+    """How many tables rank 0 gathers for three saves, the last of a model with one tensor more."""
+    made, make = [], plan.make
+    plan.make = lambda tables: (made.append(len(tables)), make(tables))[1]
+    model, checkpointer = model_on(SHARDED), checkpointer_of(folder)
+    for step in (1, 2, 3):
+        if step == 3 and dist.get_rank() == 1:
+            model.register_buffer("more", torch.ones(5))
+        checkpointer.save(step, [ModelPart(model)], adamw(model), {})
+    plan.make = make
+    return made
+
+
+def test_a_save_is_planned_again_only_when_tensors_change(tmp_path: Path) -> None:
+    assert run_ranks(_save_three, 4, tmp_path) == [[4, 4], [], [], []]
+    assert torch.equal(saved_tensors(tmp_path / "step-00000003")["model.more"], torch.ones(5))
+    assert "model.more" not in stored(tmp_path / "step-00000002").tensors
+
+
+def _save_other_shapes(folder: Path) -> None:
+    model = nn.Linear(3, 4 + dist.get_rank())
+    with pytest.raises(CheckpointError, match=r"model.weight is \[4, 3\] of F32 and \[5, 3\] of F32 on"):
+        checkpointer_of(folder).save(1, [ModelPart(model)], adamw(model), {})
+
+
+def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
+    run_ranks(_save_other_shapes, 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _box_of_rows(held: int) -> Any:
+    part = DTensor.from_local(
+        torch.zeros(held, 2), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1)
+    )
+    return storage.box_of(part)
+
+
+def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
+    assert run_ranks(_box_of_rows, 2, 5) == [((0, 0), (5, 2)), ((5, 0), (5, 2))]
+    with pytest.raises(RankError, match=r"holds \[3, 2\] of a tensor, but its placements give it \[5, 2\]"):
+        run_ranks(_box_of_rows, 2, 3)
 
 
 def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> tuple[str, list[str], list[str]]:

@@ -48,10 +48,10 @@ def test_all_state_comes_back_and_training_goes_on_the_same(
 
 def test_sgd_without_state_and_numbers_as_state(tmp_path: Path) -> None:
     (model, optimizer), (other, loaded) = sgd(), sgd()
-    optimizer.state[model.out.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
+    optimizer.state[model.up.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
     checkpointer_of(tmp_path).save(1, [ModelPart(model)], optimizer, {})
     checkpointer_of(tmp_path).load(tmp_path / "step-00000001", [ModelPart(other)], loaded)
-    assert dict(loaded.state) == {other.out.bias: optimizer.state[model.out.bias]}
+    assert dict(loaded.state) == {other.up.bias: optimizer.state[model.up.bias]}
 
 
 def there_and_back(folder: Path, rest: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_rest_comes_back(tmp_path: Path) -> None:
 def test_names_that_are_one_in_a_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rest\.seen and model\.seen would both be called seen"):
         there_and_back(tmp_path, {"seen": torch.ones(3)})
-    own = {"techniques": {"out": {"bias": torch.ones(2)}}}
+    own = {"techniques": {"out": {"weight": torch.ones(2)}}}
     assert_same_rest(there_and_back(tmp_path, own), own)
 
 
@@ -150,13 +150,13 @@ def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
     model.out2, model.out = model.out, None
     with pytest.raises(CheckpointError) as refused:
         checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
-    assert "it lacks out2.bias, out2.weight; the model lacks out.bias, out.weight" in str(refused.value)
+    assert "it lacks out2.weight; the model lacks out.weight" in str(refused.value)
 
 
 def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
     parts, optimizer = made(hidden=8)
     before = copied(parts, optimizer)
-    with pytest.raises(CheckpointError, match=r"embed\.weight \(\[11, 6\] there, \[11, 8\] here\), out\.weight"):
+    with pytest.raises(CheckpointError, match=r"down\.bias \(\[6\] there, \[8\] here\), down\.weight"):
         checkpointer_of(saved.parent).load(saved, parts, optimizer)
     assert_same(copied(parts, optimizer), before)
 
