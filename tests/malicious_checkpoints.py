@@ -1,12 +1,10 @@
 """Malicious checkpoints: data files that are none, or say something else, with what is said when each is refused."""
 
-import io
 import json
 import math
 import os
 import pickle
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,13 +41,6 @@ def parted(content: bytes) -> tuple[Any, bytes]:
     return json.loads(content[8:end]), content[end:]
 
 
-def _zip() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", EVIL)
-    return file.getvalue()
-
-
 FILES: dict[str, bytes] = {
     "nothing": b"",
     "a header longer than the file": (1000).to_bytes(8, "little") + b"{}",
@@ -58,7 +49,6 @@ FILES: dict[str, bytes] = {
     "a deep header": with_header(b"[" * 200_000),
     "metadata that are no texts": with_header({"__metadata__": {"tensors": []}}),
     "a pickle": EVIL,
-    "a zip with a pickle": _zip(),
 }
 """Name -> what stands in place of a safetensors file."""
 
