@@ -1,12 +1,11 @@
 """Checkpoints of one process: what is saved comes back bit by bit, and whatever does not fit is refused."""
 
-import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,16 +13,11 @@ from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_o
 from titan.checkpoint import rng_state, set_rng_state, storage
 from titan.checkpoint.disk.tensor_file import DTYPES
 from titan.checkpoint.state import Stacked
-from titan.checkpoint.storage import box_of, table_of
+from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
 
 CPU = torch.device("cpu")
-
-
-def sgd() -> tuple[Toy, torch.optim.Optimizer]:
-    model = Toy()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
@@ -47,7 +41,8 @@ def test_all_state_comes_back_and_training_goes_on_the_same(
 
 
 def test_sgd_without_state_and_numbers_as_state(tmp_path: Path) -> None:
-    (model, optimizer), (other, loaded) = sgd(), sgd()
+    model, other = Toy(), Toy()
+    optimizer, loaded = (torch.optim.SGD(each.parameters()) for each in (model, other))
     optimizer.state[model.up.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
     checkpointer_of(tmp_path).save(1, [ModelPart(model)], optimizer, {})
     checkpointer_of(tmp_path).load(tmp_path / "step-00000001", [ModelPart(other)], loaded)
@@ -137,40 +132,32 @@ def test_training_goes_on_while_saves_are_written(tmp_path: Path, monkeypatch: p
         assert_same(copied(others, other), state)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    parts, optimizer = made()
-    train(parts, optimizer)
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {"a": torch.ones(2)})
-    return tmp_path / "step-00000001"
-
-
-def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
+def renamed() -> Toy:
     model = Toy()
     model.out2, model.out = model.out, None
-    with pytest.raises(CheckpointError) as refused:
-        checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
-    assert "it lacks out2.weight; the model lacks out.weight" in str(refused.value)
+    return model
 
 
-def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
-    parts, optimizer = made(hidden=8)
-    before = copied(parts, optimizer)
-    with pytest.raises(CheckpointError, match=r"down\.bias \(\[6\] there, \[8\] here\), down\.weight"):
-        checkpointer_of(saved.parent).load(saved, parts, optimizer)
-    assert_same(copied(parts, optimizer), before)
-
-
-def test_another_optimizer_is_refused(saved: Path) -> None:
-    model, optimizer = sgd()
-    with pytest.raises(CheckpointError, match="state of AdamW, but this run's optimizer is SGD"):
-        checkpointer_of(saved.parent).load(saved, [ModelPart(model)], optimizer)
+@pytest.mark.parametrize(
+    ("build", "kind", "said"),
+    [
+        (renamed, torch.optim.AdamW, "it lacks out2.weight; the model lacks out.weight"),
+        (partial(Toy, 8), torch.optim.AdamW, r"down\.bias \(\[6\] there, \[8\] here\), down\.weight"),
+        (Toy, torch.optim.SGD, "state of AdamW, but this run's optimizer is SGD"),
+    ],
+    ids=["names", "shapes", "optimizer"],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(build: Any, kind: Any, said: str, tmp_path: Path) -> None:
+    parts, optimizer = made()
+    train(parts, optimizer)
+    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    others, other = [ModelPart(model := build())], kind(model.parameters())
+    before = copied(others, other)
+    with pytest.raises(CheckpointError, match=said):
+        checkpointer_of(tmp_path).load(tmp_path / "step-00000001", others, other)
+    assert_same(copied(others, other), before)
 
 
 def test_a_tensor_of_its_own_has_a_box_among_those_of_other_ranks() -> None:
-    """Of a plain one and of one of no elements; and a table tells it from a plain tensor of the same shape."""
     assert box_of(Stacked(torch.zeros(3, 5), 2, 4)) == ((2, 0, 0), (1, 3, 5))
     assert box_of(Stacked(torch.zeros(0, 5), 2, 4)) == ((0, 0, 0), (4, 0, 5))
-    [block] = table_of({"model.own": Stacked(torch.zeros(5), 1, 3), "model.plain": torch.zeros(3, 5)})
-    assert json.loads(block.header) == [["model.own", "F32", [3, 5], True], ["model.plain", "F32", [3, 5]]]
-    assert np.frombuffer(block.boxes, np.int64).tolist() == [1, 0, 1, 5, 0, 0, 3, 5]

@@ -1,7 +1,6 @@
 """The index of a checkpoint and the plan of a save: many ranks' shards become a grid of chunks, each written once."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,16 +8,9 @@ import torch
 
 from tests.checkpoints import Box, table_of
 from titan.checkpoint.disk import index, plan
-from titan.checkpoint.disk.index import Index, StoredTensor, stored_name
+from titan.checkpoint.disk.index import StoredTensor, stored_name
 from titan.checkpoint.disk.manifest import data_file
 from titan.errors import CheckpointError
-
-
-def test_cells_of_an_uneven_grid() -> None:
-    tensor = StoredTensor("model.x", torch.float32, torch.Size([5, 4]), (np.array([0, 3]), np.array([0, 1, 2])), 0)
-    rows, columns = ((0, 3), (3, 2)), ((0, 1), (1, 1), (2, 2))
-    wanted = [((row, column), (long, wide)) for row, long in rows for column, wide in columns]
-    assert [tensor.cell(number) for number in range(tensor.chunks)] == wanted
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4), (3, 1, 6)])
@@ -84,18 +76,8 @@ def test_boxes_that_do_not_make_up_the_tensor(boxes: list[Box]) -> None:
         plan.make([table_of(("model.a", "F32", [5, 4], box)) for box in boxes])
 
 
-def test_a_name_of_two_lines_is_refused() -> None:
+def test_ranks_that_differ_and_names_of_two_lines_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"model\.a is \[1\] of BF16 and \[2\] of F32 on different ranks"):
+        plan.make([table_of(("model.a", *kind, ((0,), (1,)))) for kind in (("F32", [2]), ("BF16", [1]))])
     with pytest.raises(CheckpointError, match=r"no tensor can be called model\.a\\nb in"):
         plan.make([table_of(("model.a\nb", "F32", [1], ((0,), (1,))))])
-
-
-def test_an_index_comes_back_from_disk(tmp_path: Path) -> None:
-    tensor = StoredTensor("model.x", torch.float8_e4m3fn, torch.Size([5, 4]), (np.array([0, 3]), np.array([0])), 0)
-    stacked = StoredTensor("rest.y", torch.int64, torch.Size([1, 3]), (np.array([0]),) * 2, 2, stacked=True)
-    made = Index({"model.x": tensor, "rest.y": stacked}, np.array([0, 1, 1], np.int32), np.array([0, 24, 0]))
-    index.write(tmp_path / "index", made)
-    sizes = {data_file(0): 12, data_file(1): 8 + 24}
-    assert str(index.read(tmp_path / "index", sizes)) == str(made)
-    for file in sizes:
-        with pytest.raises(CheckpointError, match=f"{file} is smaller than the chunks that it is to hold"):
-            index.read(tmp_path / "index", {**sizes, file: sizes[file] - 1})
