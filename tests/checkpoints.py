@@ -106,10 +106,8 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-Layout = tuple[int, int, int]
+LAYOUTS = {"one rank": (1, 1, 1), "sharded": (1, 4, 1), "hybrid": (2, 2, 1), "tensor": (2, 1, 2), "both": (1, 2, 2)}
 """Degrees of replicated data, sharded data and tensor parallelism."""
-
-ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)
 
 SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
 
@@ -118,11 +116,11 @@ TENSOR_PLAN = dict(
 )
 
 
-def model_on(layout: Layout) -> Toy:
+def model_on(layout: str) -> Toy:
     """The same weights on every layout."""
     torch.manual_seed(1)
     model = Toy()
-    replicate, shard, tensor = layout
+    replicate, shard, tensor = LAYOUTS[layout]
     if tensor > 1:
         mesh = init_device_mesh("cpu", (replicate * shard, tensor), mesh_dim_names=("shard", "tensor"))
         parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
@@ -156,7 +154,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
+def save(folder: Path, layout: str, asynchronous: bool = False) -> None:
     checkpointer = checkpointer_of(folder, asynchronous)
-    checkpointer.save(7, *known(model_on(layout)), {"layout": list(layout)})
+    checkpointer.save(7, *known(model_on(layout)), {"layout": layout})
     checkpointer.wait()

@@ -16,13 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoints import (
-    BOTH,
-    HYBRID,
-    ONE,
+    LAYOUTS,
     SCALED,
-    SHARDED,
-    TENSOR,
-    Layout,
     adamw,
     assert_same,
     assert_same_rest,
@@ -37,6 +32,7 @@ from tests.checkpoints import (
     train,
 )
 from tests.jobs import stored
+from tests.sweeps import but_sweep
 from titan.checkpoint import rng_state, storage
 from titan.checkpoint.disk import manifest, plan
 from titan.contracts import ModelPart
@@ -47,35 +43,32 @@ from titan.testing.ranks import RankError, run_ranks
 STEP = "step-00000007"
 
 
-def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
+def _load_and_compare(folder: Path, layout: str, saved: str) -> None:
     model = model_on(layout)
     expected = copied(*known(model))
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(-1)
     parts, optimizer = [ModelPart(model)], adamw(model)
-    assert checkpointer_of(folder).load(folder / STEP, parts, optimizer) == {"layout": list(saved)}
+    assert checkpointer_of(folder).load(folder / STEP, parts, optimizer) == {"layout": saved}
     assert_same(copied(parts, optimizer), expected)
     for parameter, state in optimizer.state.items():
         sharded = dict.fromkeys(SCALED, isinstance(parameter, DTensor)) | {"step": False}
         assert {slot: isinstance(value, DTensor) for slot, value in state.items()} == sharded
 
 
-def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
-    if saved != ONE:
+def _save_and_load_on_others(folder: Path, saved: str) -> None:
+    if saved != "one rank":
         save(folder, saved, asynchronous=True)
-    for layout in (SHARDED, HYBRID, TENSOR, BOTH):
+    for layout in ("sharded", "hybrid", "tensor", "both"):
         _load_and_compare(folder, layout, saved)
 
 
-SWEPT = [pytest.param(layout, marks=pytest.mark.sweep) for layout in (ONE, HYBRID, BOTH)]
-
-
-@pytest.mark.parametrize("saved", [SHARDED, TENSOR, *SWEPT], ids=str)
-def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: Layout) -> None:
-    if saved == ONE:
+@pytest.mark.parametrize("saved", but_sweep(LAYOUTS, "one rank", "hybrid", "both"))
+def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: str) -> None:
+    if saved == "one rank":
         save(tmp_path, saved)
     run_ranks(_save_and_load_on_others, 4, tmp_path, saved)
-    _load_and_compare(tmp_path, ONE, saved)
+    _load_and_compare(tmp_path, "one rank", saved)
 
 
 def _wrong_boxes(shards: int, slices: int, most: int) -> list[int]:
@@ -125,7 +118,7 @@ def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: b
 
 
 def _save_after_validation(folder: Path) -> None:
-    model = model_on(ONE)
+    model = model_on("one rank")
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
     parts, optimizer = [ModelPart(model)], adamw(model)
     train(parts, optimizer)
@@ -172,7 +165,7 @@ def _find(folder: Path, resume: str) -> str:
 def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     absent = run_ranks(_find, 2, tmp_path, "required")
     assert absent == [f'refused: checkpoint.resume = "required": there is no complete checkpoint in {tmp_path}'] * 2
-    save(tmp_path, ONE)
+    save(tmp_path, "one rank")
     assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / STEP)] * 2
 
 
@@ -181,14 +174,14 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
     read = manifest.entry_of
     manifest.entry_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
     found, files = _find(folder, "auto"), [*hashed]
-    save(folder, SHARDED)
+    save(folder, "sharded")
     return found, files, len(hashed) - len(files)
 
 
 def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path) -> None:
-    run_ranks(save, 4, tmp_path, SHARDED)
+    run_ranks(save, 4, tmp_path, "sharded")
     (tmp_path / STEP).rename(tmp_path / "step-00000006")
-    run_ranks(save, 4, tmp_path, SHARDED)
+    run_ranks(save, 4, tmp_path, "sharded")
     flip(tmp_path / STEP / "rank-00002.safetensors")
     found, hashed, written = zip(*run_ranks(_find_and_count, 4, tmp_path), strict=True)
     files = [*(f"rank-0000{rank}.safetensors" for rank in range(4)), "state.json", "titan.index"]
@@ -198,7 +191,7 @@ def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path
 
 
 def test_replicas_share_the_writing(tmp_path: Path) -> None:
-    run_ranks(save, 4, tmp_path, HYBRID)
+    run_ranks(save, 4, tmp_path, "hybrid")
     written = [path.stat().st_size for path in (tmp_path / STEP).glob("rank-*.safetensors")]
     assert len(written) == 4 and max(written) < 1.2 * min(written)
 
@@ -207,7 +200,7 @@ def _save_three(folder: Path) -> list[int]:
     """How many tables rank 0 gathers for three saves, the last of a model with one tensor more."""
     made, make = [], plan.make
     plan.make = lambda tables: (made.append(len(tables)), make(tables))[1]
-    model, checkpointer = model_on(SHARDED), checkpointer_of(folder)
+    model, checkpointer = model_on("sharded"), checkpointer_of(folder)
     for step in (1, 2, 3):
         if step == 3 and dist.get_rank() == 1:
             model.register_buffer("more", torch.ones(5))
@@ -270,7 +263,7 @@ def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
     checkpointer = checkpointer_of(folder, asynchronous)
     if dist.get_rank() == 1:
         return "gone"
-    model = model_on(ONE)
+    model = model_on("one rank")
     with pytest.raises(CheckpointError) as refused:
         checkpointer.save(1, [ModelPart(model)], adamw(model), {})
         checkpointer.wait()
