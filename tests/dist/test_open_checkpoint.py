@@ -84,9 +84,7 @@ def test_state_of_techniques_lies_apart(tmp_path: Path) -> None:
     assert_same(others, {**copied(parts, optimizer), "rng.0.cpu": torch.get_rng_state()})
 
 
-def test_the_docs_read_a_checkpoint_with_safetensors_and_json_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_docs_read_with_safetensors_and_json_alone(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     run_ranks(save, 4, tmp_path, "both")
     [script] = re.findall(r"```python\n(import json\n.*?)```", PAGE.read_text(), re.S)
     assert len(script.splitlines()) <= 20 and "titan" not in script

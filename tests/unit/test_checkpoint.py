@@ -22,9 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_state_comes_back_and_training_goes_on_the_same(
-    tmp_path: Path, adamw: dict[str, bool], asynchronous: bool
-) -> None:
+def test_training_goes_on_with_all_state(tmp_path: Path, adamw: dict[str, bool], asynchronous: bool) -> None:
     parts, optimizer = made(**adamw)
     train(parts, optimizer, 3)
     checkpointer = checkpointer_of(tmp_path, asynchronous=asynchronous)

@@ -15,7 +15,7 @@ from tests.checkpoints import assert_same, checkpointer_of, copied, made, names_
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, tensor_file
-from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, FileEntry, data_file
+from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
@@ -28,42 +28,41 @@ def save(folder: Path, *steps: int) -> None:
 
 
 def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    checkpointer = checkpointer_of(tmp_path)
+    checkpointer = checkpointer_of(tmp_path, keep=2)
     assert checkpointer.find("auto") is checkpointer.find("never") is None
     with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
         checkpointer.find("required")
-    save(tmp_path, 1, 2)
-    first, newest, unfinished = (tmp_path / f"step-0000000{name}" for name in ("1", "2", "3.tmp"))
+    save(tmp_path, 900, 1000)
+    first, newest, unfinished = (tmp_path / f"step-0000{name}" for name in ("0900", "1000", "1001.tmp"))
     unfinished.mkdir()
     assert checkpointer.find("auto") == checkpointer.find("required") == newest
     assert not unfinished.exists() and told() == []
-    assert checkpointer.find("never") is None and checkpointer.find(str(first)) == first
+    assert checkpointer.find(str(first)) == first and checkpointer.find("never") is None
     ignored = f"ignores {newest}, the newest checkpoint of this run"
-    assert told() == [f"checkpoint.resume = {how!r} {ignored}" for how in ("never", str(first))]
+    assert told() == [f"checkpoint.resume = {how!r} {ignored}" for how in (str(first), "never")]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
+    checkpointer.save(10, *made(), {})  # begun again: older by its step, newer by its commit
+    assert steps_in(tmp_path) == [10, 1000]
+    assert checkpointer.find("auto") == tmp_path / "step-00000010"
 
 
 def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
     """One that was suspended, with its whole machine, while another run has come, saved and gone."""
-    suspended, successor, (parts, optimizer) = checkpointer_of(tmp_path), checkpointer_of(tmp_path, keep=1), made()
-    suspended.find("auto")
-    suspended.save(1, parts, optimizer, {})
-    successor.find("auto")
-    successor.save(2000, parts, optimizer, {})
+    suspended, successor = checkpointer_of(tmp_path), checkpointer_of(tmp_path, keep=1)
+    for checkpointer, step in ((suspended, 1), (successor, 2000)):
+        checkpointer.find("auto")
+        checkpointer.save(step, *made(), {})
     with pytest.raises(CheckpointError, match=r"another run has saved to .* in the meantime"):
-        suspended.save(2, parts, optimizer, {})
+        suspended.save(2, *made(), {})
     assert steps_in(tmp_path) == [2000]
     folders.remove(tmp_path / "step-00002000")
-    successor.save(2001, parts, optimizer, {})
+    successor.save(2001, *made(), {})
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "titan.index", "rank-00000.safetensors"])
 @pytest.mark.parametrize("call", ["open", "lstat"])
-def test_the_newest_is_not_given_up_for_a_read_that_fails(
-    name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that a machine does not give for now may be sound."""
+def test_a_read_that_fails_is_no_damage(name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
     checkpointer = checkpointer_of(tmp_path)
     doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
@@ -84,15 +83,6 @@ def test_the_newest_is_not_given_up_for_a_read_that_fails(
     assert checkpointer.find("auto") == tmp_path / "step-00000002"
 
 
-def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
-    save(tmp_path, 900, 1000)
-    again = checkpointer_of(tmp_path, keep=2)
-    assert again.find("never") is None
-    again.save(10, *made(), {})
-    assert steps_in(tmp_path) == [10, 1000]
-    assert again.find("auto") == tmp_path / "step-00000010"
-
-
 def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = storage.write
     monkeypatch.setattr(storage, "write", lambda path, *args: write(path, *args) | {data_file(1): FileEntry(1, "")})
@@ -109,7 +99,7 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["the disk", "a peer"],
 )
-def test_what_fails_while_a_save_is_given_up_is_said(
+def test_what_fails_while_a_save_is_given_up(
     owner: Any, name: str, error: Exception, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -119,14 +109,11 @@ def test_what_fails_while_a_save_is_given_up_is_said(
     monkeypatch.setattr(storage, "write", fail)
     with pytest.raises(CheckpointError) as failed:
         checkpointer_of(tmp_path).save(1, *made(), {})
-    reason = f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error"
-    assert str(failed.value) == f"{reason}; then {then}"
+    assert str(failed.value).endswith(f" failed: rank 0: [Errno 5] Input/output error; then {then}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, EXIT_FAILED), (errno.EACCES, EXIT_WRONG_INPUT)])
-def test_data_that_cannot_be_read_are_no_damaged_data(
-    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_cannot_be_read(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
@@ -137,17 +124,12 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
 
 
 @pytest.mark.parametrize("code", [EXIT_FAILED, EXIT_WRONG_INPUT])
-def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_all_fail_what_may_pass_decides(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
-    checkpointer, codes = checkpointer_of(tmp_path), [code, EXIT_WRONG_INPUT]
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RankFailure("as said", False, False, codes.pop(0))
-
-    monkeypatch.setattr(checkpointer, "_open", fail)
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: as said; as said; ") as failed:
+    failures = iter([RankFailure("one", False, False, code), RankFailure("other", False, False, EXIT_WRONG_INPUT)])
+    checkpointer = checkpointer_of(tmp_path)
+    monkeypatch.setattr(checkpointer, "_open", lambda _: raising(next(failures))())
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: one; other; ") as failed:
         checkpointer.find("auto")
     assert failed.value.exit_code == code
 
@@ -174,9 +156,7 @@ def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost
     assert others.exists()
 
 
-def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
-    tmp_path: Path, told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_beside_an_old_one_that_cannot_be_read(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(folders, "retain", raising(UnreadableError("step-00000001/state.json cannot be read")))
     save(tmp_path, 1)
     assert steps_in(tmp_path) == [1]
@@ -244,11 +224,9 @@ def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeyp
     assert_same(copied(parts, optimizer), before)
 
 
-def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_synced_before_and_after_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[int] = set()
-    before: dict[str, bool] = {}
+    before: dict[Path, bool] = {}
     fsync, rename = os.fsync, Path.rename
 
     def note(descriptor: int) -> None:
@@ -257,18 +235,16 @@ def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
 
     def look(path: Path, target: Path) -> Path:
         if target.suffix == "" and path.is_dir():
-            before.update(
-                {str(file.relative_to(path)): file.stat().st_ino in synced for file in [path, *path.rglob("*")]}
-            )
+            inside = [path, *path.rglob("*")]
+            before.update({file.relative_to(path): file.stat().st_ino in synced for file in inside})
             synced.clear()
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Path, "rename", look)
     saved = mutations.save(tmp_path)
-    of_technique = data_file(0, of_technique=True)
-    assert before == dict.fromkeys([".", *names_in(saved), of_technique], True)
-    assert {INDEX, STATE, MANIFEST, TECHNIQUES, data_file(0), of_technique} < before.keys()
+    assert data_file(0, of_technique=True) in manifest.names_in(saved)
+    assert before == dict.fromkeys(map(Path, [".", TECHNIQUES, *manifest.names_in(saved)]), True)
     assert tmp_path.stat().st_ino in synced
 
 
@@ -283,9 +259,7 @@ def test_a_data_file_has_the_hash_of_its_bytes(aside: int, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("early", [1, 30_000])
-def test_a_disk_that_is_full_at_an_early_sync_fails_the_save(
-    early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_at_an_early_sync(early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells an error of writing back to one sync alone, here the first of many or the only early one."""
     errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     monkeypatch.setattr(tensor_file, "SYNCED_EARLY", early)

@@ -4,7 +4,7 @@ from titan.testing.faults import Fault
 
 FOLDER = "tests/unit/test_checkpoint_folder.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"
-SYNC = "tests/unit/test_checkpoint_saves.py::test_what_is_synced_before_and_after_a_checkpoint_gets_its_name"
+SYNC = "tests/unit/test_checkpoint_saves.py::test_what_is_synced_before_and_after_a_rename"
 UNTRUSTED = "tests/unit/test_untrusted_checkpoints.py"
 CLONED = "tests/unit/test_checkpoint_saves.py"
 
