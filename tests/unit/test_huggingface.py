@@ -65,14 +65,13 @@ def assert_loads(folder: Path, drawn: Drawn, model: Model | None = None) -> None
     assert_same(parameters, {name: tensor.float() for name, tensor in drawn.tensors.items()})
 
 
-def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "hf", plugin("llama"))
-    convert(tmp_path / "hf", to := tmp_path / "small", "hf", "--dtype", "bfloat16", "--shard-size", "1e-5", "--json")
+def test_what_is_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(folder, to := tmp_path / "small", "hf", "--dtype", "bfloat16", "--shard-size", "1e-5", "--json")
     told, sizes = json.loads(capsys.readouterr().out), [file.stat().st_size for file in to.iterdir()]
     assert told.keys() == {"from", "to", "format", "tensors", "files", "bytes", "not_carried_over"}
     assert (told["tensors"], told["files"], told["bytes"]) == (21, len(sizes), sum(sizes))
     index = json.loads((to / hf_folder.INDEX).read_text())
-    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(tmp_path / "hf").values())
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(folder).values())
     for name, file in index["weight_map"].items():
         with safe_open(to / file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
@@ -82,22 +81,21 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config["torch_dtype"] == "bfloat16" and config["eos_token_id"] == 256
 
 
-def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "hf", plugin("llama"))
-    made: list[weakref.ref[Any]] = []
-    most, read = [0], huggingface.HfWeights.read
+def test_tensors_are_read_once_and_one_by_one(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "hf", stacked)
+    names, made, alive, read = list[str](), list[weakref.ref[Any]](), list[int](), huggingface.HfWeights.read
 
     def tracked(weights: huggingface.HfWeights, name: str) -> Tensor:
         array = read(weights, name).numpy().copy()
+        names.append(name)
         made.append(weakref.ref(array))  # which lives as long as any tensor that shares its memory
-        most[0] = max(most[0], sum(one() is not None for one in made))
+        alive.append(sum(one() is not None for one in made))
         return torch.from_numpy(array)
 
     monkeypatch.setattr(huggingface.HfWeights, "read", tracked)
     for form in ("titan", "hf"):
-        most[0] = 0
-        convert(tmp_path / "hf", tmp_path / f"new-{form}", form)
-        assert 1 <= most[0] <= 2
+        convert(tmp_path / "hf", tmp_path / f"new-{form}", form, *GUESTS)
+    assert max(alive) <= 2 and sorted(names) == sorted([*huggingface.shapes_of(stacked)] * 2)
 
 
 def test_heads_may_be_interleaved(tmp_path: Path) -> None:
@@ -262,10 +260,8 @@ def test_another_model_is_told_key_by_key(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded(folder, plugin("llama", tied=True, rope_theta=500.0))
     says = f"{folder / 'config.json'} says"
-    assert str(refused.value).splitlines() == [
-        f"[model] tied = True: {says} False",
-        f"[model] rope_theta = 500.0: {says} 10000.0",
-    ]
+    keys = [f"[model] tied = True: {says} False", f"[model] rope_theta = 500.0: {says} 10000.0"]
+    assert str(refused.value).splitlines() == keys
     with pytest.raises(ConfigError, match=r"\[model\] name = 'gpt': .*config.json has model_type 'llama'"):
         loaded(folder, plugin("gpt"))
     loaded(folder, plugin("llama", n_kv_heads=4, init_std=0.5, max_seq_len=8))
@@ -287,11 +283,11 @@ def test_an_index_leads_nowhere_else(name: str, folder: Path) -> None:
 
 
 def test_the_hub_s_cache_is_read(folder: Path) -> None:
-    snapshot, blobs = folder.parent / "models--a" / "snapshots" / "0123", folder.parent / "models--a" / "blobs"
-    blobs.mkdir(parents=True)
+    snapshot, blob = folder.parent / "models--a" / "snapshots" / "0123", folder.parent / "models--a" / "blobs" / "abc"
+    blob.parent.mkdir(parents=True)
     shutil.move(folder, snapshot)
     names = dict.fromkeys(tensors(snapshot), "model-1.safetensors")
-    shutil.move(snapshot / hf_folder.SINGLE, blobs / "abc")
+    shutil.move(snapshot / hf_folder.SINGLE, blob)
     (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
     loaded_from_index(snapshot, names)
 
@@ -332,14 +328,13 @@ def test_a_git_lfs_pointer_is_told(name: str, folder: Path) -> None:
 def test_index_and_files_must_agree(folder: Path) -> None:
     (folder / hf_folder.SINGLE).rename(folder / "a.safetensors")
     names = dict.fromkeys(tensors(folder), "a.safetensors")
-    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, which does not hold it"):
-        loaded_from_index(folder, {**names, "x": "a.safetensors"})
-    wanted = loaded_from_index(folder, names)
-    del names["model.norm.weight"]  # which the shard holds, and transformers reads
-    assert torch.equal(loaded_from_index(folder, names).norm.weight, wanted.norm.weight)
+    wanted = loaded_from_index(folder, names).norm.weight
+    unnamed = {name: file for name, file in names.items() if name != "model.norm.weight"}
+    assert torch.equal(loaded_from_index(folder, unnamed).norm.weight, wanted)  # as transformers reads it
     save_file({"model.norm.weight": torch.zeros(16)}, folder / "b.safetensors")
-    with pytest.raises(CheckpointError, match=r"says that lm_head.weight is in b.safetensors, which does not hold it"):
-        loaded_from_index(folder, {**names, "lm_head.weight": "b.safetensors"})
+    for name, file in (("x", "a.safetensors"), ("lm_head.weight", "b.safetensors")):
+        with pytest.raises(CheckpointError, match=f"says that {name} is in {file}, which does not hold it"):
+            loaded_from_index(folder, {**unnamed, name: file})
     (folder / hf_folder.INDEX).write_text("[]")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         loaded(folder)
@@ -389,21 +384,13 @@ def test_elements_of_a_stack_are_tensors_of_their_own(stacked: Any, tmp_path: Pa
 
 
 def test_part_of_a_stack_reads_its_elements(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = write(tmp_path / "hf", stacked)
-    weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.1.ffn.stack.weight"
+    drawn = write(tmp_path, stacked)
+    weights, name = huggingface.HfWeights(tmp_path, stacked), "layers.1.ffn.stack.weight"
     read, stored = [], hf_folder.Stored.read
     monkeypatch.setattr(hf_folder.Stored, "read", lambda one, *given: read.append(one.name) or stored(one, *given))
     part = weights.read(name, [slice(1, 3), slice(2, 7), slice(0, 16)])
     assert torch.equal(part, drawn.tensors[name][1:3, 2:7])
     assert read == ["model.layers.1.mlp.1", "model.layers.1.mlp.2"]
-
-
-def test_a_stack_is_read_once_to_be_written(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "hf", stacked)
-    names, read = [], huggingface.HfWeights.read
-    monkeypatch.setattr(huggingface.HfWeights, "read", lambda weights, name: names.append(name) or read(weights, name))
-    convert(tmp_path / "hf", tmp_path / "again", "hf", *GUESTS)
-    assert sorted(names) == sorted(huggingface.shapes_of(stacked))
 
 
 def test_elements_may_have_types_of_their_own(stacked: Any, tmp_path: Path) -> None:
