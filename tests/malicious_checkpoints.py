@@ -104,7 +104,6 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "sizes whose product takes minutes": (lambda it: _entry(shape=[1 << 62] * 300_000)(_untold(it)), NO_ENTRY),
     "10^12 entries": (_entry(shape=[HUGE, HUGE]), NOT_AS_LONG),
     "10^12 entries in 48 bytes": (_entry(shape=[HUGE, HUGE], data_offsets=[112, 112 + 4 * HUGE**2]), "leave a gap, or"),
-    "another shape": (_entry(shape=[4, 3]), UNLIKE),
     "an unknown type": (_entry(dtype="Q8"), NO_ENTRY),
     "a type that is a list": (_entry(dtype=[]), NO_ENTRY),
     "a name twice": (_twice, f"the key '{NAME}' appears twice"),

@@ -2,7 +2,6 @@
 
 import resource
 import signal
-from collections import OrderedDict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -86,35 +85,6 @@ def _wrong_boxes(shards: int, slices: int, most: int) -> list[int]:
 
 def test_uneven_shards_of_uneven_slices_are_where_they_are() -> None:
     assert run_ranks(_wrong_boxes, 6, 3, 2, 20) == [[]] * 6
-
-
-def _model_of(*names: str) -> nn.Module:
-    """Of these layers, whose weights are the same each time."""
-    torch.manual_seed(1)
-    layers = {"embed": nn.Embedding(7, 5), "first": nn.Linear(5, 3), "second": nn.Linear(3, 5)}
-    return nn.Sequential(OrderedDict((name, layers[name]) for name in names))
-
-
-def _save_stages(folder: Path, sharded: bool) -> None:
-    stage = dist.get_rank() // 2
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    model = _model_of(*[("embed", "first"), ("second", "embed")][stage])
-    if sharded:
-        fully_shard(model, mesh=mesh["shard"])
-    checkpointer_of(folder).save(7, *known(model, stage, 2), {})
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
-    run_ranks(_save_stages, 4, tmp_path, sharded)
-    assert stored(tmp_path / STEP).tensors["model.embed.weight"].chunks == (2 if sharded else 1)
-    whole = _model_of("embed", "first", "second")
-    expected = copied(*known(whole))
-    for parameter in whole.parameters():
-        parameter.detach().zero_()
-    parts, optimizer = [ModelPart(whole)], adamw(whole)
-    checkpointer_of(tmp_path).load(tmp_path / STEP, parts, optimizer)
-    assert_same(copied(parts, optimizer), expected)
 
 
 def _save_after_validation(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,10 +92,9 @@ def test_twice_across_layouts_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 def test_a_larger_batch_takes_the_samples_that_follow(tmp_path: Path) -> None:
-    """Three steps of 8 samples and then of 16 see what one sees that counts samples and not steps."""
-    small, large = ("--train.global_batch_size", "8"), ("--train.global_batch_size", "16")
-    train_job(tmp_path, 1, *SAVING, *small, "--train.steps", "4")
-    resumed = train_job(tmp_path, 2, *SAVING, *large, *mesh(dp_shard=2), "--train.steps", "6")
+    train_job(tmp_path, 1, *SAVING, "--train.global_batch_size", "8", "--train.steps", "4")
+    larger = ("--train.global_batch_size", "16", "--train.steps", "6")
+    resumed = train_job(tmp_path, 2, *SAVING, *larger, *mesh(dp_shard=2))
     assert resumed.rows[4]["tokens"] == 4 * 8 * 16
     assert resumed.rows[6]["tokens"] == 4 * 8 * 16 + 2 * 16 * 16
     assert _cursor(tmp_path / "run") == 4 * 8 + 2 * 16
@@ -110,16 +110,9 @@ def test_changed_data_is_refused_or_begins_anew(tmp_path: Path) -> None:
         assert _cursor(tmp_path / "run") == (steps - 3) * 8
 
 
-def _cursor(run: Path) -> int:
+def _cursor(run: Path) -> Any:
     newest = max((run / "checkpoints").glob("step-*"))
-    cursor: int = json.loads((newest / "state.json").read_text())["rest"]["data"]["samples"]
-    return cursor
-
-
-def test_never_begins_anew(tmp_path: Path) -> None:
-    first = train_job(tmp_path, 1, *SAVING, *HALF)
-    again = train_job(tmp_path, 1, *SAVING, *HALF, "--checkpoint.resume", "never")
-    assert_same_curve(first, again)
+    return json.loads((newest / "state.json").read_text())["rest"]["data"]["samples"]
 
 
 # --- a tied head: two stages hold one tensor, and under V-shaped schedules one rank holds both ------------------------
@@ -128,11 +121,8 @@ TIED = (*FOUR_LAYERS, *SAVING, "--model.tied", "true", "--train.steps", "6", "--
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """Step 3 and the whole curve of a tied model on one rank."""
-    folder = tmp_path_factory.mktemp("tied")
-    whole = train_job(folder, 1, *TIED, config=GPT, run=run_with_state)
-    return folder / "run" / "checkpoints" / "step-00000003", whole
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_job(tmp_path_factory.mktemp("tied"), 1, *TIED, config=GPT, run=run_with_state)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +135,21 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
         pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=(V_SHAPED, pytest.mark.sweep)),
     ],
 )
-def test_a_tied_head_under_every_schedule(
-    schedule: str, wider: dict[str, int], other: list[str], tied: tuple[Path, Outcome], tmp_path: Path
-) -> None:
+def test_a_tied_head(schedule: str, wider: dict[str, int], other: list[str], tied: Outcome, tmp_path: Path) -> None:
     """Resumed on the same layout it is the same bits, in both copies; to and from another one, the same curve."""
-    alone, curve = tied
 
-    def train(name: str, words: list[str], *more: str) -> Outcome:
+    def train(name: str, words: list[str], half: Outcome | None = None) -> Outcome:
+        more = ("--checkpoint.resume", str(half.folder / "checkpoints" / "step-00000003")) if half else ()
         return train_job(tmp_path, ranks_of(words), *words, *TIED, *more, config=GPT, name=name, run=run_with_state)
 
     words = [*mesh(pp=2), "--plugins.pipeline.schedule", schedule]
     whole = train("whole", words)
-    assert_same_curve(curve, whole)
-    half = ("--checkpoint.resume", str(whole.folder / "checkpoints" / "step-00000003"))
-    resumed = train("same", words, *half)
+    assert_same_curve(tied, whole)
+    resumed = train("same", words, whole)
     assert resumed.rows.keys() == {4, 5, 6}
     assert_same_rows(resumed, whole)
     assert "embed.weight.exp_avg" in whole.weights
     assert_same(whole.weights, resumed.weights)
-    rest = Outcome({step: curve.rows[step] for step in (4, 5, 6)}, curve.weights)
-    assert_same_curve(rest, train("on", other, *half))
-    assert_same_curve(rest, train("from", [*words, *mesh(**wider)], "--checkpoint.resume", str(alone)))
+    rest = Outcome({step: tied.rows[step] for step in (4, 5, 6)}, tied.weights)
+    assert_same_curve(rest, train("on", other, whole))
+    assert_same_curve(rest, train("from", [*words, *mesh(**wider)], tied))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, names_in, train
-from titan.checkpoint import rng_state, set_rng_state, storage
+from titan.checkpoint import storage
 from titan.checkpoint.disk.tensor_file import DTYPES
 from titan.checkpoint.state import Stacked
 from titan.checkpoint.storage import box_of
@@ -82,12 +82,6 @@ def test_names_that_are_one_in_a_file_are_refused(tmp_path: Path) -> None:
         there_and_back(tmp_path, {"seen": torch.ones(3)})
     own = {"techniques": {"out": {"weight": torch.ones(2)}}}
     assert_same_rest(there_and_back(tmp_path, own), own)
-
-
-def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
-    state, drawn = rng_state(CPU), torch.randn(5)
-    set_rng_state(there_and_back(tmp_path, {"rng": state})["rng"], CPU)
-    assert torch.equal(torch.randn(5), drawn)
 
 
 @pytest.mark.parametrize(
