@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, names_in, train
 from titan.checkpoint import storage
-from titan.checkpoint.disk.tensor_file import DTYPES
+from titan.checkpoint.disk.tensor_file import DTYPES, HASHED_ASIDE
 from titan.checkpoint.state import Stacked
 from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_with_all_state(tmp_path: Path, adamw: dict[str, bool], asynchronous: bool) -> None:
-    parts, optimizer = made(**adamw)
+    """In files with tensors so large that they are hashed on a thread of their own, and small ones."""
+    parts, optimizer = made(hidden=80, **adamw)
+    assert parts[0].module.embed.weight.nbytes > HASHED_ASIDE > parts[0].module.up.weight.nbytes
     train(parts, optimizer, 3)
     checkpointer = checkpointer_of(tmp_path, asynchronous=asynchronous)
     checkpointer.save(3, parts, optimizer, {})
@@ -31,7 +33,7 @@ def test_training_goes_on_with_all_state(tmp_path: Path, adamw: dict[str, bool],
     saved = copied(parts, optimizer)
     train(parts, optimizer, 2)
 
-    others, other = made(**adamw)
+    others, other = made(hidden=80, **adamw)
     checkpointer_of(tmp_path).load(tmp_path / "step-00000003", others, other)
     assert_same(copied(others, other), saved)
     train(others, other, 2)
