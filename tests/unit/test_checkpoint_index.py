@@ -1,12 +1,31 @@
 """The index of a checkpoint and the plan of a save: many ranks' shards become a grid of chunks, each written once."""
 
+import itertools
+
+import numpy as np
 import pytest
+import torch
 
 from tests.checkpoints import Box, table_of
 from titan.checkpoint.disk import index, plan
-from titan.checkpoint.disk.index import stored_name
+from titan.checkpoint.disk.index import StoredTensor, stored_name
 from titan.checkpoint.disk.manifest import data_file
 from titan.errors import CheckpointError
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (3, 1, 6)])
+def test_chunks_that_a_box_needs(shape: tuple[int, ...]) -> None:
+    """Those of which some element is in the box."""
+    cuts = tuple(np.array([0, *range(1, size, 2)], np.int64) for size in shape)
+    tensor, owner = StoredTensor("model.x", torch.int64, torch.Size(shape), cuts, 0), np.empty(shape, int)
+    for number in range(tensor.chunks):
+        at, sizes = tensor.cell(number)
+        owner[tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))] = number
+    corners = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
+    for box in itertools.product(*corners):
+        needed = tensor.overlapping([a for a, _ in box], [b - a for a, b in box])
+        assert list(needed) == np.unique(owner[tuple(slice(a, b) for a, b in box)]).tolist()
+    assert list(tensor.overlapping((0,) * len(shape), (0,) * len(shape))) == ([] if shape else [0])
 
 
 def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
