@@ -1,7 +1,8 @@
 """Small models, their optimizers and checkpoints, of one process and of ranks on any layout; and what fails there."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from titan.checkpoint import Checkpointer
 from titan.checkpoint.disk.plan import Block, Table
@@ -20,16 +22,22 @@ from titan.contracts import ModelPart
 
 
 class Toy(nn.Module):
+    """Sizes that no degree divides: a vocabulary of 251, and 6 rows, of which the fourth of 4 ranks gets none."""
+
     def __init__(self, hidden: int = 6) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, hidden)
-        self.out = nn.Linear(hidden, 5)
-        self.register_buffer("seen", torch.zeros(3))
+        self.embed = nn.Embedding(251, hidden)
+        self.up = nn.Linear(hidden, 10)
+        self.down = nn.Linear(10, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.out = nn.Linear(hidden, 251, bias=False)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.register_buffer("seen", torch.arange(3.0))
         self.register_buffer("rope", torch.zeros(4), persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         self.seen += 1
-        return self.out(self.embed(tokens))
+        return self.out(self.norm(self.down(self.up(self.embed(tokens)))) * self.scale)
 
 
 def made(hidden: int = 6, **adamw: Any) -> tuple[list[ModelPart], torch.optim.Optimizer]:
@@ -44,30 +52,24 @@ def train(parts: list[ModelPart], optimizer: torch.optim.Optimizer, steps: int =
         optimizer.zero_grad()
 
 
-def copied(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
+def copied(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint of them has to hold, by the names in the files."""
+    state = {name: tensor.detach().clone() for name, tensor in parts[0].module.state_dict().items()}
     for name, parameter in parts[0].parameters():
-        state |= {f"{name}.{slot}": value.clone() for slot, value in optimizer.state[parameter].items()}
+        state |= {f"optimizer.{name}.{slot}": value.clone() for slot, value in optimizer.state[parameter].items()}
     return state
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+        assert tensor.dtype == other[name].dtype and torch.equal(local_part(tensor), local_part(other[name])), name
 
 
 def assert_same_rest(found: Any, wanted: Any) -> None:
     """Of tables and lists with tensors in them."""
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert_same_rest(found[key], value)
-    elif isinstance(wanted, list):
-        for one, other in zip(found, wanted, strict=True):
-            assert_same_rest(one, other)
-    else:
-        assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+    plain = partial(tree_map_only, Tensor, lambda tensor: (tensor.dtype, tensor.tolist()))
+    assert plain(found) == plain(wanted)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -104,27 +106,8 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-class UnevenToy(nn.Module):
-    """Sizes that no degree divides: a vocabulary of 251, and 6 rows, of which the fourth of 4 ranks gets none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(251, 6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-        self.norm = nn.LayerNorm(6)
-        self.out = nn.Linear(6, 251, bias=False)
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-        self.register_buffer("seen", torch.arange(3.0))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.norm(self.down(self.up(self.embed(tokens)))) * self.scale)
-
-
-Layout = tuple[int, int, int]
+LAYOUTS = {"one rank": (1, 1, 1), "sharded": (1, 4, 1), "hybrid": (2, 2, 1), "tensor": (2, 1, 2), "both": (1, 2, 2)}
 """Degrees of replicated data, sharded data and tensor parallelism."""
-
-ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)
 
 SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
 
@@ -133,11 +116,11 @@ TENSOR_PLAN = dict(
 )
 
 
-def model_on(layout: Layout) -> UnevenToy:
+def model_on(layout: str) -> Toy:
     """The same weights on every layout."""
     torch.manual_seed(1)
-    model = UnevenToy()
-    replicate, shard, tensor = layout
+    model = Toy()
+    replicate, shard, tensor = LAYOUTS[layout]
     if tensor > 1:
         mesh = init_device_mesh("cpu", (replicate * shard, tensor), mesh_dim_names=("shard", "tensor"))
         parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
@@ -153,11 +136,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, foreach=False)
 
 
-def set_known_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state that every rank of every layout can tell from its weights alone."""
+def known(model: nn.Module, *stage: int) -> tuple[list[ModelPart], torch.optim.Optimizer]:
+    """A part and its optimizer, whose state every rank of every layout can tell from the weights alone."""
+    optimizer = adamw(model)
     for parameter in model.parameters():
         slots = {slot: parameter.detach() * factor for slot, factor in SCALED.items()}
         optimizer.state[parameter] = {**slots, "step": torch.tensor(7.0)}
+    return [ModelPart(model, *stage)], optimizer
 
 
 def checkpointer_of(folder: Path, asynchronous: bool = False, keep: int = 0) -> Checkpointer:
@@ -169,11 +154,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def save(folder: Path, layout: Layout, asynchronous: bool = False, steps: Sequence[int] = (7,)) -> None:
-    model = model_on(layout)
-    optimizer = adamw(model)
-    set_known_state(model, optimizer)
+def save(folder: Path, layout: str, asynchronous: bool = False) -> None:
     checkpointer = checkpointer_of(folder, asynchronous)
-    for step in steps:
-        checkpointer.save(step, [ModelPart(model)], optimizer, {"layout": list(layout)})
+    checkpointer.save(7, *known(model_on(layout)), {"layout": layout})
     checkpointer.wait()

@@ -54,12 +54,10 @@ class Drawn:
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
         self.shapes, generator = huggingface.shapes_of(model), torch.Generator().manual_seed(1)
         self.tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in self.shapes.items()}
+        self.read = self.tensors.__getitem__
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
 
 
 OWN: dict[str, dict[str, Any]] = {"bloom": {"ffn_dim": None}}  # there, always 4 dim
@@ -67,9 +65,9 @@ OWN: dict[str, dict[str, Any]] = {"bloom": {"ffn_dim": None}}  # there, always 4
 
 def plugin(name: str, **options: Any) -> Model:
     registry.load_plugins()
-    found = registry.find(Model.kind, name)
-    assert found is not None and issubclass(found, Model)
-    return found(found.Config(**{**SMALL, **OWN.get(name, {}), **options}))
+    found: Any = registry.find(Model.kind, name)
+    model: Model = found(found.Config(**{**SMALL, **OWN.get(name, {}), **options}))
+    return model
 
 
 SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 257, "max_seq_len": 64}
@@ -77,11 +75,9 @@ SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 25
 
 def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Drawn:
     registry.load_plugins()
-    byte = registry.find(Tokenizer.kind, "byte")
-    assert byte is not None
-    drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
-    assert isinstance(tokenizer, Tokenizer)
-    hf_export.write_hf(to, drawn, model, tokenizer, None, shard_bytes, lambda: None)
+    byte: Any = registry.find(Tokenizer.kind, "byte")
+    drawn = Drawn(model, dtype)
+    hf_export.write_hf(to, drawn, model, byte(byte.Config()), None, shard_bytes, lambda: None)
     return drawn
 
 

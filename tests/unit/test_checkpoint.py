@@ -1,20 +1,19 @@
 """Checkpoints of one process: what is saved comes back bit by bit, and whatever does not fit is refused."""
 
-import json
-import random
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, steps_in, train
-from titan.checkpoint import rng_state, set_rng_state
-from titan.checkpoint.disk.tensor_file import DTYPES
-from titan.checkpoint.state import Stacked, separate
-from titan.checkpoint.storage import box_of, table_of
-from titan.checkpoint.techniques import without
+from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, names_in, train
+from titan.checkpoint import storage
+from titan.checkpoint.disk.tensor_file import DTYPES, HASHED_ASIDE
+from titan.checkpoint.state import Stacked
+from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
 
@@ -23,10 +22,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_state_comes_back_and_training_goes_on_the_same(
-    tmp_path: Path, adamw: dict[str, bool], asynchronous: bool
-) -> None:
-    parts, optimizer = made(**adamw)
+def test_training_goes_on_with_all_state(tmp_path: Path, adamw: dict[str, bool], asynchronous: bool) -> None:
+    """In files with tensors so large that they are hashed on a thread of their own, and small ones."""
+    parts, optimizer = made(hidden=80, **adamw)
+    assert parts[0].module.embed.weight.nbytes > HASHED_ASIDE > parts[0].module.up.weight.nbytes
     train(parts, optimizer, 3)
     checkpointer = checkpointer_of(tmp_path, asynchronous=asynchronous)
     checkpointer.save(3, parts, optimizer, {})
@@ -34,7 +33,7 @@ def test_all_state_comes_back_and_training_goes_on_the_same(
     saved = copied(parts, optimizer)
     train(parts, optimizer, 2)
 
-    others, other = made(**adamw)
+    others, other = made(hidden=80, **adamw)
     checkpointer_of(tmp_path).load(tmp_path / "step-00000003", others, other)
     assert_same(copied(others, other), saved)
     train(others, other, 2)
@@ -42,14 +41,18 @@ def test_all_state_comes_back_and_training_goes_on_the_same(
 
 
 def test_sgd_without_state_and_numbers_as_state(tmp_path: Path) -> None:
-    model = Toy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model.out.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
+    model, other = Toy(), Toy()
+    optimizer, loaded = (torch.optim.SGD(each.parameters()) for each in (model, other))
+    optimizer.state[model.up.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
     checkpointer_of(tmp_path).save(1, [ModelPart(model)], optimizer, {})
-    other = Toy()
-    loaded = torch.optim.SGD(other.parameters(), lr=0.1)
     checkpointer_of(tmp_path).load(tmp_path / "step-00000001", [ModelPart(other)], loaded)
-    assert dict(loaded.state) == {other.out.bias: {"count": 7, "scale": 0.5, "mode": "warm", "none": None}}
+    assert dict(loaded.state) == {other.up.bias: optimizer.state[model.up.bias]}
+
+
+def there_and_back(folder: Path, rest: dict[str, Any]) -> dict[str, Any]:
+    parts, optimizer = made()
+    checkpointer_of(folder).save(1, parts, optimizer, rest)
+    return checkpointer_of(folder).load(folder / "step-00000001", parts, optimizer)
 
 
 def test_tensors_of_every_type_and_stride_come_back(tmp_path: Path) -> None:
@@ -60,9 +63,7 @@ def test_tensors_of_every_type_and_stride_come_back(tmp_path: Path) -> None:
         kinds |= {"empty": numbers[:0], "thin": numbers[None, :, :1], "expanded": numbers[:1, :1].expand(3, 2)}
         rest |= {f"{name} {kind}": value for kind, value in kinds.items()}
     rest |= {f"{key} alone": value.clone(memory_format=torch.preserve_format) for key, value in rest.items()}
-    parts, optimizer = made()
-    checkpointer_of(tmp_path).save(1, parts, optimizer, rest)
-    loaded = checkpointer_of(tmp_path).load(tmp_path / "step-00000001", parts, optimizer)
+    loaded = there_and_back(tmp_path, rest)
     for key, value in rest.items():
         assert loaded[key].dtype == value.dtype and loaded[key].shape == value.shape, key
         bits, wanted = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (loaded[key], value))
@@ -75,30 +76,14 @@ def test_rest_comes_back(tmp_path: Path) -> None:
         "data": {"samples": 96, "order": [1, 2, {"x": None}], "name": "é", "small": 1e-300},
         "techniques": {"ema": {"shadow": {"out.weight": torch.randn(5, 6)}, "list": [torch.tensor(3)], "empty": {}}},
     }
-    parts, optimizer = made()
-    checkpointer_of(tmp_path).save(3, parts, optimizer, rest)
-    loaded = checkpointer_of(tmp_path).load(tmp_path / "step-00000003", parts, optimizer)
-    assert loaded["techniques"]["ema"]["list"][0].dtype == torch.int64
-    assert_same_rest(loaded, rest)
+    assert_same_rest(there_and_back(tmp_path, rest), rest)
 
 
 def test_names_that_are_one_in_a_file_are_refused(tmp_path: Path) -> None:
-    parts, optimizer = made()
     with pytest.raises(CheckpointError, match=r"rest\.seen and model\.seen would both be called seen"):
-        checkpointer_of(tmp_path).save(1, parts, optimizer, {"seen": torch.ones(3)})
-    own = {"techniques": {"out": {"bias": torch.ones(2)}}}
-    checkpointer_of(tmp_path).save(1, parts, optimizer, own)
-    assert_same_rest(checkpointer_of(tmp_path).load(tmp_path / "step-00000001", parts, optimizer), own)
-
-
-def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
-    parts, optimizer = made()
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {"rng": rng_state(CPU)})
-    drawn = torch.randn(5)
-    torch.randn(random.randrange(1, 9))
-    rest = checkpointer_of(tmp_path).load(tmp_path / "step-00000001", parts, optimizer)
-    set_rng_state(rest["rng"], CPU)
-    assert torch.equal(torch.randn(5), drawn)
+        there_and_back(tmp_path, {"seen": torch.ones(3)})
+    own = {"techniques": {"out": {"weight": torch.ones(2)}}}
+    assert_same_rest(there_and_back(tmp_path, own), own)
 
 
 @pytest.mark.parametrize(
@@ -109,74 +94,64 @@ def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"the path rest\.a\.b"),
     ],
 )
-def test_state_that_cannot_be_saved_is_named(value: Any, place: str) -> None:
+def test_state_that_cannot_be_saved_is_named(value: Any, place: str, tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=place):
-        separate(value, 0)
+        there_and_back(tmp_path, value)
 
 
-def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_saves_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", on_gpus.append)
+    trained, write = Event(), storage.write
+    monkeypatch.setattr(storage, "write", lambda *args: trained.wait(30) and write(*args))
     parts, optimizer = made()
-    checkpointer = checkpointer_of(tmp_path, keep=2, asynchronous=True)
-    states = {}
+    checkpointer = checkpointer_of(tmp_path, asynchronous=True)
+    states: dict[int, Any] = {}
+    rest: dict[str, Any] = {"list": [], "tensor": torch.zeros(2)}
     for step in range(1, 5):
+        states[step] = copied(parts, optimizer), deepcopy(rest)
+        checkpointer.save(step, parts, optimizer, rest)
         train(parts, optimizer)
-        states[step] = copied(parts, optimizer)
-        checkpointer.save(step, parts, optimizer, {})
+        rest["list"].append(step)
+        rest["tensor"] += 1
+        assert step > 1 or names_in(tmp_path) in ([], ["step-00000001.tmp"])
+        trained.set()
     checkpointer.wait()
-    assert steps_in(tmp_path) == [3, 4] and on_gpus == [3] * 4
-    for step in (3, 4):
+    assert on_gpus == [3] * 4
+    for step, (state, wanted) in states.items():
         others, other = made()
-        checkpointer.load(tmp_path / f"step-0000000{step}", others, other)
-        assert_same(copied(others, other), states[step])
+        assert_same_rest(checkpointer.load(tmp_path / f"step-0000000{step}", others, other), wanted)
+        assert_same(copied(others, other), state)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    parts, optimizer = made()
-    train(parts, optimizer)
-    checkpointer_of(tmp_path).save(1, parts, optimizer, {"a": torch.ones(2)})
-    return tmp_path / "step-00000001"
-
-
-def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
+def renamed() -> Toy:
     model = Toy()
     model.out2, model.out = model.out, None
-    with pytest.raises(CheckpointError) as refused:
-        checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
-    assert "it lacks out2.bias, out2.weight; the model lacks out.bias, out.weight" in str(refused.value)
+    return model
 
 
-def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
-    parts, optimizer = made(hidden=8)
-    before = copied(parts, optimizer)
-    with pytest.raises(CheckpointError, match=r"embed\.weight \(\[11, 6\] there, \[11, 8\] here\), out\.weight"):
-        checkpointer_of(saved.parent).load(saved, parts, optimizer)
-    assert_same(copied(parts, optimizer), before)
-
-
-def test_another_optimizer_is_refused(saved: Path) -> None:
-    model = Toy()
-    with pytest.raises(CheckpointError, match="state of AdamW, but this run's optimizer is SGD"):
-        checkpointer_of(saved.parent).load(saved, [ModelPart(model)], torch.optim.SGD(model.parameters()))
-
-
-def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:
-    elsewhere = {"$tensor": "rest.techniques.t.elsewhere"}
-    table = {"t": {"both": [elsewhere, 3.0], "alone": [elsewhere], "value": 1}}
-    assert without(table, {"rest.techniques.t.elsewhere"}) == {"t": {"both": [elsewhere, 3.0], "value": 1}}
+@pytest.mark.parametrize(
+    ("build", "kind", "said"),
+    [
+        (renamed, torch.optim.AdamW, "it lacks out2.weight; the model lacks out.weight"),
+        (partial(Toy, 8), torch.optim.AdamW, r"down\.bias \(\[6\] there, \[8\] here\), down\.weight"),
+        (Toy, torch.optim.SGD, "state of AdamW, but this run's optimizer is SGD"),
+    ],
+    ids=["names", "shapes", "optimizer"],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(build: Any, kind: Any, said: str, tmp_path: Path) -> None:
+    parts, optimizer = made()
+    train(parts, optimizer)
+    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    others, other = [ModelPart(model := build())], kind(model.parameters())
+    before = copied(others, other)
+    with pytest.raises(CheckpointError, match=said):
+        checkpointer_of(tmp_path).load(tmp_path / "step-00000001", others, other)
+    assert_same(copied(others, other), before)
 
 
 def test_a_tensor_of_its_own_has_a_box_among_those_of_other_ranks() -> None:
-    """Of a plain one and of one of no elements; and a table tells it from a plain tensor of the same shape."""
     assert box_of(Stacked(torch.zeros(3, 5), 2, 4)) == ((2, 0, 0), (1, 3, 5))
     assert box_of(Stacked(torch.zeros(0, 5), 2, 4)) == ((0, 0, 0), (4, 0, 5))
-    [block] = table_of({"model.own": Stacked(torch.zeros(5), 1, 3), "model.plain": torch.zeros(3, 5)})
-    assert json.loads(block.header) == [
-        ["model.own", "F32", [3, 5], True],
-        ["model.plain", "F32", [3, 5]],
-    ]
-    assert np.frombuffer(block.boxes, np.int64).tolist() == [1, 0, 1, 5, 0, 0, 3, 5]

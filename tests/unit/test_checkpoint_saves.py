@@ -2,24 +2,23 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
 from bench import mutations
-from tests.checkpoints import checkpointer_of, made, names_in, raising, steps_in
+from tests.checkpoints import assert_same, checkpointer_of, copied, made, names_in, raising, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, tensor_file
-from titan.checkpoint.disk.manifest import INDEX, MANIFEST, STATE, TECHNIQUES, data_file
+from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.restore import Saved
 from titan.checkpoint.state import Aside, Snapshot
-from titan.contracts import ModelPart
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
 
 
@@ -30,130 +29,93 @@ def save(folder: Path, *steps: int) -> None:
 
 
 def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    folder = tmp_path / "checkpoints"
-    checkpointer = checkpointer_of(folder)
-    assert checkpointer.find("auto") is None
-    assert checkpointer.find("never") is None
+    checkpointer = checkpointer_of(tmp_path, keep=2)
+    assert checkpointer.find("auto") is checkpointer.find("never") is None
     with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
         checkpointer.find("required")
-    save(folder, 1, 2)
-    (folder / "step-00000003.tmp").mkdir()
-    assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
-    assert not (folder / "step-00000003.tmp").exists()
-    assert told() == []
-    assert checkpointer.find("never") is None
-    assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
-    assert [text.partition(" in ")[0] for text in told()] == [
-        "abandoned: step-00000001, step-00000002",
-        "abandoned: step-00000002",
-    ]
+    save(tmp_path, 900, 1000)
+    first, newest, unfinished = (tmp_path / f"step-0000{name}" for name in ("0900", "1000", "1001.tmp"))
+    unfinished.mkdir()
+    assert checkpointer.find("auto") == checkpointer.find("required") == newest
+    assert not unfinished.exists() and told() == []
+    assert checkpointer.find(str(first)) == first and checkpointer.find("never") is None
+    ignored = f"ignores {newest}, the newest checkpoint of this run"
+    assert told() == [f"checkpoint.resume = {how!r} {ignored}" for how in (str(first), "never")]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
+    checkpointer.save(10, *made(), {})  # begun again: older by its step, newer by its commit
+    assert steps_in(tmp_path) == [10, 1000]
+    assert checkpointer.find("auto") == tmp_path / "step-00000010"
 
 
 def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
     """One that was suspended, with its whole machine, while another run has come, saved and gone."""
-    suspended, successor, (parts, optimizer) = checkpointer_of(tmp_path), checkpointer_of(tmp_path, keep=1), made()
-    suspended.find("auto")
-    suspended.save(1, parts, optimizer, {})
-    successor.find("auto")
-    successor.save(2000, parts, optimizer, {})
+    suspended, successor = checkpointer_of(tmp_path), checkpointer_of(tmp_path, keep=1)
+    for checkpointer, step in ((suspended, 1), (successor, 2000)):
+        checkpointer.find("auto")
+        checkpointer.save(step, *made(), {})
     with pytest.raises(CheckpointError, match=r"another run has saved to .* in the meantime"):
-        suspended.save(2, parts, optimizer, {})
+        suspended.save(2, *made(), {})
     assert steps_in(tmp_path) == [2000]
     folders.remove(tmp_path / "step-00002000")
-    successor.save(2001, parts, optimizer, {})
+    successor.save(2001, *made(), {})
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "titan.index", "rank-00000.safetensors"])
 @pytest.mark.parametrize("call", ["open", "lstat"])
-def test_the_newest_is_not_given_up_for_a_read_that_fails(
-    name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that a machine does not give for now may be sound; one of another content is damaged."""
+def test_a_read_that_fails_is_no_damage(name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
-    checkpointer = checkpointer_of(tmp_path)
-    doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
+    checkpointer, whole = checkpointer_of(tmp_path), getattr(Path, call)
 
     def fail(self: Path, *args: Any, **named: Any) -> Any:
-        if self == doomed and left:
-            left.pop()
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        if self == tmp_path / "step-00000002" / name:
+            raise OSError(errno.EIO, "Input/output error")
         return whole(self, *args, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, call, fail)
-        intact = f"{name} cannot be read: Input/output error; the file may be intact"
-        with pytest.raises(CheckpointError, match=intact):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: Input/output error; the file may be intact"):
             checkpointer.find("auto")
-        left.append(1)
         if name == "state.json" and call == "open":
             with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
                 checkpointer.save(3, *made(), {})
     assert checkpointer.find("auto") == tmp_path / "step-00000002"
-    doomed.write_bytes(doomed.read_bytes()[::-1])
-    assert checkpointer.find("auto") == tmp_path / "step-00000001"
-
-
-def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
-    save(tmp_path, 900, 1000)
-    again = checkpointer_of(tmp_path, keep=2)
-    assert again.find("never") is None
-    again.save(10, *made(), {})
-    assert steps_in(tmp_path) == [10, 900, 1000]
-    assert again.find("auto") == tmp_path / "step-00000010"
-    again.save(20, *made(), {})
-    again.wait()
-    assert steps_in(tmp_path) == [10, 20]
 
 
 def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = storage.write
-
-    def lose(path: Path, *args: Any) -> Any:
-        written = write(path, *args)
-        (path / "rank-00000.safetensors").unlink()
-        return written
-
-    monkeypatch.setattr(storage, "write", lose)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is missing"):
+    monkeypatch.setattr(storage, "write", lambda path, *args: write(path, *args) | {data_file(1): FileEntry(1, "")})
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is missing"):
         checkpointer_of(tmp_path).save(1, *made(), {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(_: Path) -> None:  # it dies after this, before the outcome is agreed on
-        lost = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
-        monkeypatch.setattr(Ranks, "gather", raising(lost))
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "then"),
+    [
+        (folders, "complete", OSError(errno.ESTALE, "Stale file"), "sweeping failed: rank 0: [Errno 116] Stale file"),
+        (Ranks, "first", RuntimeError("Connection closed\nmore"), "another rank was lost: Connection closed"),
+    ],
+    ids=["the disk", "a peer"],
+)
+def test_what_fails_while_a_save_is_given_up(
+    owner: Any, name: str, error: Exception, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(owner, name, raising(error))
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(storage, "write", raising(OSError(errno.EIO, "Input/output error")))
-    monkeypatch.setattr(folders, "complete", leave)
-    with pytest.raises(CheckpointError) as error:
+    monkeypatch.setattr(storage, "write", fail)
+    with pytest.raises(CheckpointError) as failed:
         checkpointer_of(tmp_path).save(1, *made(), {})
-    assert str(error.value) == (
-        f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error; then another rank was lost: "
-        "Connection closed by peer [127.0.0.1]:5"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((storage, "write"), (folders, "complete")):
-        monkeypatch.setattr(owner, name, raising(OSError(errno.ESTALE, "Stale file handle")))
-    stale = r"rank 0: \[Errno 116\] Stale file handle"
-    with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
-        checkpointer_of(tmp_path).save(1, *made(), {})
+    assert str(failed.value).endswith(f" failed: rank 0: [Errno 5] Input/output error; then {then}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, EXIT_FAILED), (errno.EACCES, EXIT_WRONG_INPUT)])
-def test_data_that_cannot_be_read_are_no_damaged_data(
-    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """safetensors calls a file that may not be read absent."""
+def test_data_that_cannot_be_read(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
-
     monkeypatch.setattr(Path, "open", raising(OSError(number, os.strerror(number))))
     with pytest.raises(CheckpointError, match=rf"safetensors cannot be read: {os.strerror(number)}") as failed:
         checkpointer.load(path, *made(), {}, ())
@@ -161,17 +123,12 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
 
 
 @pytest.mark.parametrize("code", [EXIT_FAILED, EXIT_WRONG_INPUT])
-def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_all_fail_what_may_pass_decides(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
-    checkpointer, codes = checkpointer_of(tmp_path), [code, EXIT_WRONG_INPUT]
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RankFailure("as said", False, False, codes.pop(0))
-
-    monkeypatch.setattr(Saved, "open", fail)
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: as said; as said; ") as failed:
+    failures = iter([RankFailure("one", False, False, code), RankFailure("other", False, False, EXIT_WRONG_INPUT)])
+    checkpointer = checkpointer_of(tmp_path)
+    monkeypatch.setattr(checkpointer, "_open", lambda _: raising(next(failures))())
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: one; other; ") as failed:
         checkpointer.find("auto")
     assert failed.value.exit_code == code
 
@@ -179,29 +136,26 @@ def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
 @pytest.mark.parametrize("lost_at", [1, 2, 3])
 def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
     save(tmp_path, 1)
-    (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
-    asked = []
+    others = tmp_path / "step-00000009.tmp"  # what the other run is writing
+    asked = iter(range(1, lost_at))
 
     def held() -> None:
-        asked.append(1)
-        if len(asked) >= lost_at:
-            (tmp_path / "step-00000009.tmp").mkdir(exist_ok=True)
+        if next(asked, None) is None:
+            others.mkdir(exist_ok=True)
             raise FolderError("taken over by another run")
 
     checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
     with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: taken over by another run$") as failed:
         checkpointer.save(2, *made(), {})
     assert failed.value.exit_code == EXIT_WRONG_INPUT
-    assert {*names_in(tmp_path)} - {"step-00000002.tmp"} == {"step-00000001", "step-00000009.tmp"}
+    assert {*names_in(tmp_path)} - {"step-00000002.tmp"} == {"step-00000001", others.name}
     assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)
     with pytest.raises(CheckpointError, match="taken over by another run"):
         checkpointer.find("auto")
-    assert (tmp_path / "step-00000009.tmp").exists()
+    assert others.exists()
 
 
-def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
-    tmp_path: Path, told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_beside_an_old_one_that_cannot_be_read(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(folders, "retain", raising(UnreadableError("step-00000001/state.json cannot be read")))
     save(tmp_path, 1)
     assert steps_in(tmp_path) == [1]
@@ -209,10 +163,8 @@ def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
 
 
 def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    blocked = tmp_path / "checkpoints"
-    blocked.write_text("a file where a folder should be")
-    checkpointer = checkpointer_of(blocked, asynchronous=True)
-    parts, optimizer = made()
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path / "checkpoints", asynchronous=True), made()
     checkpointer.save(1, parts, optimizer, {})
     with pytest.raises(CheckpointError, match=r"saving step 1 to .*checkpoints failed: rank 0: .*there is no complete"):
         checkpointer.save(2, parts, optimizer, {})
@@ -222,91 +174,58 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callabl
     assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]
 
 
-class _Gpu:
-    """In place of `torch.cuda`, on tensors of the CPU; `trains` runs before the stream that copies begins."""
-
-    def __init__(self, free: int, trains: Callable[[], object]) -> None:
-        self.free, self.cached, self._trains = free, 0, trains
-        self.asked: list[str] = []
-
-    def Stream(self, device: torch.device) -> "_Gpu":
-        return self
-
-    def current_stream(self, device: torch.device) -> str:
-        return "computing"
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self.free, 10**9
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 500 + self.cached
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 500
-
-    def wait_stream(self, other: str) -> None:
-        self.asked.append(f"wait for {other}")
-
-    @contextmanager
-    def stream(self, stream: "_Gpu") -> Iterator[None]:
-        self.asked.append("copy")
-        self._trains()
-        yield
-
-    def synchronize(self) -> None:
-        self.asked.append("synchronize")
+def _gpu(free: int) -> Mock:
+    """In place of `torch.cuda`, on tensors of the CPU."""
+    gpu = MagicMock()
+    gpu.mem_get_info.return_value = free, 10**9
+    gpu.memory_reserved.return_value = gpu.memory_allocated.return_value = 500
+    return gpu
 
 
 @pytest.mark.parametrize(("free", "clones"), [(1000, True), (900, False)])
 def test_a_gpu_with_room_goes_on_while_a_clone_of_its_state_is_copied(free: int, clones: bool) -> None:
     state = [torch.full((100,), 1.0), torch.full((50,), 2.0, dtype=torch.float64)]  # 800 bytes
     host = [torch.zeros_like(tensor) for tensor in state]
-    gpu = _Gpu(free, lambda: [tensor.mul_(3) for tensor in state if clones])
+    gpu = _gpu(free)
+    gpu.stream.return_value.__enter__.side_effect = lambda: [tensor.mul_(3) for tensor in state if clones]
     finish = Aside(torch.device("cpu"), gpu).copy(list(zip(host, state, strict=True)))
-    assert gpu.asked == ["wait for computing", "copy"] + ["synchronize"] * (not clones)
+    stream, calls = gpu.Stream.return_value, [name for name, *_ in gpu.mock_calls]
+    assert calls.index("Stream().wait_stream") < calls.index("stream().__enter__")
+    assert stream.synchronize.called == (not clones)
     finish()
-    assert gpu.asked[-1] == "synchronize" and [tensor[0].item() for tensor in host] == [1.0, 2.0]
+    assert stream.synchronize.called and [tensor[0].item() for tensor in host] == [1.0, 2.0]
 
 
 def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
-    gpu = _Gpu(600, lambda: None)
+    gpu, pairs = _gpu(600), [(torch.zeros(100), torch.ones(100))]  # 400 bytes
     aside = Aside(torch.device("cpu"), gpu)
-    pairs = [(torch.zeros(100), torch.ones(100))]  # 400 bytes
-    aside.copy(pairs)()
-    gpu.free, gpu.cached, gpu.asked = 200, 400, []  # freed, but PyTorch keeps it
     aside.copy(pairs)
-    assert "synchronize" not in gpu.asked
-    gpu.cached = 0  # something else has taken it
-    aside.copy(pairs)
-    assert "synchronize" in gpu.asked
+    for cached, waits in ((400, False), (0, True)):  # PyTorch keeps it; something else has taken it
+        gpu.mem_get_info.return_value, gpu.memory_reserved.return_value = (200, 10**9), 500 + cached
+        aside.copy(pairs)
+        assert gpu.Stream.return_value.synchronize.called == waits
 
 
 def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[float] = []
-    checkpointer = checkpointer_of(tmp_path, asynchronous=True)
-    copy = checkpointer._staging.copy
+    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path, asynchronous=True), made()
+    before, copy = copied(parts, optimizer), checkpointer._staging.copy
 
     def late(snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
-        copied, _ = copy(snapshot)
-        weight = copied.local["model.weight"]
+        staged, _ = copy(snapshot)
+        weight = staged.local["model.out.weight"]
+        whole = weight.clone()
         weight.zero_()
-        return copied, lambda: weight.fill_(7.0)
+        return staged, lambda: weight.copy_(whole)
 
     monkeypatch.setattr(checkpointer._staging, "copy", late)
-    monkeypatch.setattr(
-        checkpointer, "write", lambda step, snapshot, began: found.append(snapshot.local["model.weight"][0, 0].item())
-    )
-    module = torch.nn.Linear(2, 2, bias=False)
-    checkpointer.save(1, [ModelPart(module)], torch.optim.SGD(module.parameters()), {})
-    checkpointer.wait()
-    assert found == [7.0]
+    checkpointer.save(1, parts, optimizer, {})
+    checkpointer.load(tmp_path / "step-00000001", parts, optimizer)
+    assert_same(copied(parts, optimizer), before)
 
 
-def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_synced_before_and_after_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[int] = set()
-    before: dict[str, bool] = {}
+    before: dict[Path, bool] = {}
     fsync, rename = os.fsync, Path.rename
 
     def note(descriptor: int) -> None:
@@ -315,22 +234,25 @@ def test_what_is_synced_before_and_after_a_checkpoint_gets_its_name(
 
     def look(path: Path, target: Path) -> Path:
         if target.suffix == "" and path.is_dir():
-            inside = {str(file.relative_to(path)): file for file in path.rglob("*")}
-            before.update({name: file.stat().st_ino in synced for name, file in {**inside, "": path}.items()})
+            inside = [path, *path.rglob("*")]
+            before.update({file.relative_to(path): file.stat().st_ino in synced for file in inside})
             synced.clear()
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Path, "rename", look)
     saved = mutations.save(tmp_path)
-    names = {INDEX, STATE, MANIFEST, TECHNIQUES, data_file(0), data_file(0, of_technique=True)}
-    assert before == dict.fromkeys({"", *names}, True) and names == {*names_in(saved), data_file(0, of_technique=True)}
+    assert data_file(0, of_technique=True) in manifest.names_in(saved)
+    assert before == dict.fromkeys(map(Path, [".", TECHNIQUES, *manifest.names_in(saved)]), True)
     assert tmp_path.stat().st_ino in synced
 
 
-def test_a_data_file_has_the_hash_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "WRITTEN_OUT", 1 << 10)
-    values = {str(count): torch.arange(count) for count in (1, 1 << 16, 3)}
-    planned = {name: tensor_file.Chunk(value.dtype, tuple(value.shape)) for name, value in values.items()}
-    path = tmp_path / "data"
-    assert tensor_file.write(path, planned, values.__getitem__) == manifest.entry_of(path)
+@pytest.mark.parametrize("early", [1, 30_000])
+def test_a_disk_that_is_full_at_an_early_sync(early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells an error of writing back to one sync alone, here the first of many or the only early one."""
+    errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+    monkeypatch.setattr(tensor_file, "SYNCED_EARLY", early)
+    monkeypatch.setattr(tensor_file, "_sync_data", lambda _: errors and raising(errors.pop())())
+    with pytest.raises(CheckpointError, match="disk full while saving step 1"):
+        checkpointer_of(tmp_path).save(1, *made(hidden=600), {})
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from titan.testing.faults import Fault
 FOLDER = "tests/unit/test_checkpoint_folder.py"
 BRANCHES = "tests/unit/test_branches.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"
-SYNC = "tests/unit/test_checkpoint_saves.py::test_what_is_synced_before_and_after_a_checkpoint_gets_its_name"
+SYNC = "tests/unit/test_checkpoint_saves.py::test_what_is_synced_before_and_after_a_rename"
 UNTRUSTED = "tests/unit/test_untrusted_checkpoints.py"
 CLONED = "tests/unit/test_checkpoint_saves.py"
 
@@ -29,25 +29,25 @@ FAULTS = (
         'if name.startswith(OPTIMIZER) and parameter in updated and slot != "step":', (BITS,)),
     Fault("optimizer state of the wrong shard", "titan/checkpoint/storage.py",
         "slice(first - theirs, end - theirs)", "slice(0, end - first)",
-        ("tests/dist/test_checkpoint.py::test_saved_on_one_layout_loads_bit_equal_on_another[(1, 4, 1)]",)),
+        ("tests/dist/test_checkpoint.py::test_saved_on_one_layout_loads_bit_equal_on_another[sharded]",)),
     Fault("a save by the plan of other tensors", "titan/checkpoint/storage.py",
         "if not all(ranks.gather(table == self._table)):", "if self._table is None:",
-        ("tests/dist/test_save_plan.py::test_a_save_is_planned_again_only_when_tensors_change",)),
+        ("tests/dist/test_checkpoint.py::test_a_save_is_planned_again_only_when_tensors_change",)),
     Fault("a rank that writes chunks of another rank", "titan/checkpoint/disk/plan.py",
         "rows[order[np.cumsum(holders) - holders]]", "rows[order[: len(holders)]]",
         ("tests/unit/test_checkpoint_index.py::test_each_chunk_is_written_once_by_a_rank_that_holds_it",)),
     Fault("a chunk read whatever the header of its file says", "titan/checkpoint/storage.py",
         "if found.get(name) != wanted.get(name)):", "if False):",
-        (f"{UNTRUSTED}::test_header_that_says_something_else[another place]",)),
+        (f"{UNTRUSTED}::test_file_that_says_something_else[rank-00000.safetensors-another place]",)),
     Fault("an index that names bytes behind the end of a file", "titan/checkpoint/disk/index.py",
-        "(index.begins < 0) | (index.begins + needed > longest[place])", "index.begins < 0",
-        (f"{UNTRUSTED}::test_index_that_says_something_else[a place behind the end]",)),
+        "(index.begins < 0) | (index.begins + needed > longest[number])", "index.begins < 0",
+        (f"{UNTRUSTED}::test_file_that_says_something_else[titan.index-a place behind the end]",)),
     Fault("an index whose check allocates terabytes", "titan/checkpoint/disk/index.py",
         "are_sizes(counts, 1)", "are_sizes(counts, 0)",
-        (f"{UNTRUSTED}::test_index_that_says_something_else[chunks without end, and then none]",)),
+        (f"{UNTRUSTED}::test_file_that_says_something_else[titan.index-chunks without end, and then none]",)),
     Fault("a background save of weights that training has changed since", "titan/checkpoint/state.py",
         "copied = replace(snapshot, local=self.buffers)", "copied = snapshot",
-        ("tests/dist/test_checkpoint.py::test_training_goes_on_while_a_save_is_written",)),
+        ("tests/unit/test_checkpoint.py::test_training_goes_on_while_saves_are_written",)),
     Fault("a tied head loaded into one of its copies", "titan/checkpoint/restore.py",
         "other.copy_(first)", "pass",
         ("tests/dist/test_init_from.py::test_both_copies_of_a_tied_head_on_one_rank[before]",)),
@@ -104,7 +104,7 @@ FAULTS = (
         ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",)),
     Fault("a part of a tensor saved as another part", "titan/checkpoint/storage.py",
         "if part.shape != held:", "if False:",
-        ("tests/dist/test_save_plan.py::test_a_part_that_is_not_what_its_placements_say_is_refused",)),
+        ("tests/dist/test_checkpoint.py::test_a_part_that_is_not_what_its_placements_say_is_refused",)),
     Fault("heads of a fused Hugging Face tensor read as if they were not interleaved",
         "titan/weights/huggingface.py",
         "return group * self.period + self.start + row", "return group * self.rows + self.start + row",
