@@ -11,7 +11,8 @@ import torch
 
 from tests.checkpoints import Toy, assert_same, assert_same_rest, checkpointer_of, copied, made, names_in, train
 from titan.checkpoint import storage
-from titan.checkpoint.disk.tensor_file import DTYPES, HASHED_ASIDE
+from titan.checkpoint.disk import tensor_file
+from titan.checkpoint.disk.tensor_file import DTYPES, WAITING
 from titan.checkpoint.state import Stacked
 from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
@@ -22,10 +23,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_with_all_state(tmp_path: Path, adamw: dict[str, bool], asynchronous: bool) -> None:
-    """In files with tensors so large that they are hashed on a thread of their own, and small ones."""
+def test_training_goes_on_with_all_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adamw: dict[str, bool], asynchronous: bool
+) -> None:
+    """In files with tensors so large that none waits to be hashed with others, and small ones."""
+    monkeypatch.setattr(tensor_file, "WRITTEN_OUT", 1 << 10)
     parts, optimizer = made(hidden=80, **adamw)
-    assert parts[0].module.embed.weight.nbytes > HASHED_ASIDE > parts[0].module.up.weight.nbytes
+    assert parts[0].module.embed.weight.nbytes > WAITING > parts[0].module.up.weight.nbytes
     train(parts, optimizer, 3)
     checkpointer = checkpointer_of(tmp_path, asynchronous=asynchronous)
     checkpointer.save(3, parts, optimizer, {})

@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.checkpoints import assert_same
 from tests.huggingface import LLAMA, SCALED, SMALL, Drawn, convert, loaded, model_of, plugin, tensors, write
 from titan import cli
-from titan.checkpoint import huggingface
-from titan.checkpoint.disk import hf_folder
+from titan.checkpoint.disk import tensor_file
 from titan.contracts import Model
 from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
 from titan.inference import conversion
+from titan.weights import hf_folder, huggingface
 
 GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
 

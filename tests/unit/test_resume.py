@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from bench import mutations
-from titan.checkpoint.resume import Changes, compare
-from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
 from titan.config.changes import Changes, compare
 from titan.config.tables import differences

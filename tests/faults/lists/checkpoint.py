@@ -40,7 +40,7 @@ FAULTS = (
         "if found.get(name) != wanted.get(name)):", "if False):",
         (f"{UNTRUSTED}::test_file_that_says_something_else[rank-00000.safetensors-another place]",)),
     Fault("an index that names bytes behind the end of a file", "titan/checkpoint/disk/index.py",
-        "(index.begins < 0) | (index.begins + needed > longest[number])", "index.begins < 0",
+        "(index.begins < 0) | (index.begins + needed > longest[place])", "index.begins < 0",
         (f"{UNTRUSTED}::test_file_that_says_something_else[titan.index-a place behind the end]",)),
     Fault("an index whose check allocates terabytes", "titan/checkpoint/disk/index.py",
         "are_sizes(counts, 1)", "are_sizes(counts, 0)",
