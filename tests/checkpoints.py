@@ -1,7 +1,7 @@
 """Small models, their optimizers and checkpoints, of one process and of ranks on any layout; and what fails there."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def save(folder: Path, layout: str, asynchronous: bool = False) -> None:
+def save(folder: Path, layout: str, asynchronous: bool = False, steps: Sequence[int] = (7,)) -> None:
     checkpointer = checkpointer_of(folder, asynchronous)
-    checkpointer.save(7, *known(model_on(layout)), {"layout": layout})
+    for step in steps:
+        checkpointer.save(step, *known(model_on(layout)), {"layout": layout})
     checkpointer.wait()
