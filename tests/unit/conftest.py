@@ -1,5 +1,7 @@
 """Fixtures that several files of unit tests share."""
 
+import errno
+import shutil
 from collections.abc import Callable, Iterator
 from logging import INFO
 from pathlib import Path
@@ -15,6 +17,19 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     log.addHandler(caplog.handler)
     yield lambda: list(dict.fromkeys(r.message for r in caplog.records if r.name == log.name and r.levelno > INFO))
     log.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def held_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """No folder can be removed, as on NFS while somebody has a file of it open; returns what lets go of them."""
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        (path / ".nfs0000").touch()
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    return monkeypatch.undo
 
 
 @pytest.fixture
