@@ -106,6 +106,11 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def halve(file: Path) -> None:
+    """Cut off the second half of a file."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 LAYOUTS = {"one rank": (1, 1, 1), "sharded": (1, 4, 1), "hybrid": (2, 2, 1), "tensor": (2, 1, 2), "both": (1, 2, 2)}
 """Degrees of replicated data, sharded data and tensor parallelism."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.mutations import build, checkpointer
-from tests.checkpoints import flip, steps_in
+from tests.checkpoints import flip, halve, steps_in
 from titan import cli
 from titan.checkpoint.disk.folder import choose, step_folder
 from titan.checkpoint.disk.manifest import MANIFEST, STATE, data_file
@@ -24,10 +24,6 @@ def _train(folder: Path, resume: str | Path, *steps: int, keep: int = 0) -> int:
         run.save(step, parts, optimizer, {"at": step})
     run.wait()
     return int(before)
-
-
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-10])
 
 
 @pytest.fixture
@@ -49,7 +45,7 @@ def test_a_branch_is_kept_until_its_successor_has_as_many(back: Path, told: Call
     assert f"abandoned: step-00000010, step-00000012 in {back}; kept" in text and "until this branch has 3" in text
 
 
-@pytest.mark.parametrize(("name", "damage"), [(DATA, _cut), (DATA, flip), (STATE, _cut), (MANIFEST, Path.unlink)])
+@pytest.mark.parametrize(("name", "damage"), [(DATA, halve), (DATA, flip), (STATE, halve), (MANIFEST, Path.unlink)])
 def test_with_the_newest_damaged_its_ancestor_goes_on(back: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(step_folder(back, 9) / name)
     assert _train(back, "required", 10) == 8
@@ -62,8 +58,8 @@ def test_no_abandoned_branch_is_gone_on_from_unasked(back: Path) -> None:
         flip(step_folder(back, step) / DATA)
     with pytest.raises(CheckpointError, match=f"step-00000008 is damaged.*; name {step_folder(back, 12)} to go on"):
         _train(back, "auto")
-    _cut(step_folder(back, 8) / STATE)  # a parent that says nothing
-    _cut(step_folder(back, 8) / MANIFEST)
+    halve(step_folder(back, 8) / STATE)  # a parent that says nothing
+    halve(step_folder(back, 8) / MANIFEST)
     with pytest.raises(CheckpointError, match=f"no sound checkpoint is left .*; name {step_folder(back, 12)} to go on"):
         _train(back, "auto")
     assert _train(back, step_folder(back, 12), 14) == 12

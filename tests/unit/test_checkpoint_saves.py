@@ -64,20 +64,27 @@ def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "titan.index", "rank-00000.safetensors"])
-@pytest.mark.parametrize("call", ["open", "lstat"])
-def test_a_read_that_fails_is_no_damage(name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "number", "code"),
+    [("open", errno.EIO, EXIT_FAILED), ("lstat", errno.EIO, EXIT_FAILED), ("open", errno.EACCES, EXIT_WRONG_INPUT)],
+)
+def test_a_read_that_fails_is_no_damage(
+    name: str, call: str, number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1, 2)
     checkpointer, whole = checkpointer_of(tmp_path), getattr(Path, call)
 
     def fail(self: Path, *args: Any, **named: Any) -> Any:
         if self == tmp_path / "step-00000002" / name:
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(number, os.strerror(number))
         return whole(self, *args, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, call, fail)
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: Input/output error; the file may be intact"):
+        told = f"{name} cannot be read: {os.strerror(number)}; the file may be intact"
+        with pytest.raises(CheckpointError, match=told) as failed:
             checkpointer.find("auto")
+        assert failed.value.exit_code == code
         if name == "state.json" and call == "open":
             with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
                 checkpointer.save(3, *made(), {})
