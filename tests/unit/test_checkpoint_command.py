@@ -23,11 +23,10 @@ Say = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Of a run: three checkpoints, and what a killed save left."""
-    parts, optimizer = mutations.build()
     mesh = {"dp_shard": 2, "tp": 1, "pp": 4, "schedule": "1f1b"}
     saver = mutations.checkpointer(tmp_path / "checkpoints")
     for step in (10, 20, 30):
-        saver.save(step, parts, optimizer, {"config": {"mesh": mesh}})
+        saver.save(step, *mutations.build(), {"config": {"mesh": mesh}})
     (saver.folder / "step-00000040.tmp").mkdir()
     (saver.folder / "notes").mkdir()
     return saver.folder

@@ -53,7 +53,6 @@ BACK = [("a", 8), ("b", 9)]
 @pytest.mark.parametrize(
     ("lineages", "keep", "removed"),
     [
-        ([[("a", 8)], [("a", 10)], [("a", 12)]], 0, ""),
         ([[("a", 8)], [("a", 10)], [("a", 12)]], 2, "0"),
         # Back from 12 to 8: the branch that was left stays until the new one has as many of its own.
         ([[("a", 8)], [("a", 10)], [("a", 12)], BACK, [("a", 8), ("b", 11)]], 2, "012"),
