@@ -76,7 +76,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
         assert f"{DATA} has" in text or "it lacks manifest.json" in text
     for step, left in ((4, [2, 3, 4]), (3, [2, 3]), (5, [2, 5])):
         resumed.save(step, parts, optimizer, {})
-        resumed.wait()
+        resumed.close()
         assert steps_in(tmp_path) == left
 
 
@@ -109,7 +109,7 @@ def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         assert again.find("auto") == saved
         again.load(saved, *build())
-        assert sorted(hashed) == [DATA, "state.json", "titan.index"]
+        assert sorted(hashed) == [DATA, "state.json", "state.json", "titan.index"], "it also says which is the newest"
         hashed.clear()
     again.load(saved, *build())
     assert len(hashed) == 3
