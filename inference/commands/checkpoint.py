@@ -123,6 +123,8 @@ def _rm(args: argparse.Namespace) -> int:
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
             raise CheckpointError(f"{path} {what}; nothing was removed")
+    if revived := _revived(args.where, doomed):
+        print(f"{revived} will be the newest then, of a branch that was abandoned", file=sys.stderr)
     if doomed and not args.yes:
         print(*(f"{path}, {_megabytes(_bytes(path))}" for path in doomed), sep="\n", file=sys.stderr)
         print(f"remove {len(doomed)} checkpoint{'s'[: len(doomed) != 1]}? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -141,12 +143,21 @@ def _rm(args: argparse.Namespace) -> int:
     return EXIT_DONE if len(freed) == len(doomed) else EXIT_FAILED
 
 
+def _revived(where: Path, doomed: Sequence[Path]) -> Path | None:
+    """The checkpoint that becomes the newest by removing others, though the run has not gone on from it."""
+    if len(doomed) != 1 or not _is_checkpoint(where):
+        return None
+    found = folders.survey(where.parent, sizes=False)
+    left = branch([each for each in found if each.path.resolve() != where.resolve()])
+    return left[-1].path if left and left[-1] not in branch(found) else None
+
+
 def _doomed(where: Path, keep: int | None, abandoned: bool) -> tuple[list[Path], list[Path]]:
     """Which checkpoints to remove, and which others stand beside them."""
     if keep is None and not abandoned:
         if not _is_checkpoint(where):
             _inside(where)
-            hint = "to remove all but the newest N of a folder, add --keep N"
+            hint = "to remove all but the newest N of a folder, add --keep N; other branches, --abandoned"
             raise CheckpointError(f"{where} is not one checkpoint; {hint}")
         beside = folders.sound(folders.survey(where.parent, sizes=False))
         return [where], [path for path in beside if path.resolve() != where.resolve()]
@@ -157,8 +168,9 @@ def _doomed(where: Path, keep: int | None, abandoned: bool) -> tuple[list[Path],
     found = folders.survey(_inside(where))
     kept = branch(found)
     spared = folders.sound(kept)[-(keep or 0) :]
-    if not spared and (others := folders.on_other_branches(found)):
-        raise CheckpointError(f"{where}: no checkpoint of the newest branch is sound, so nothing was removed{others}")
+    if not spared:
+        others = folders.on_other_branches(found)
+        raise CheckpointError(f"{where} holds no sound checkpoint of the newest branch; nothing was removed{others}")
     if abandoned:
         return [each.path for each in found if each.lineage and each not in kept], spared
     return [each.path for each in found if each.path not in spared], spared

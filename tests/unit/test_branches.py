@@ -48,7 +48,9 @@ def test_a_branch_is_kept_until_its_successor_has_as_many(told: Callable[[], lis
     assert steps_in(back) == [9, 11, 13]
     assert _train(back, step_folder(back, 9), keep=3) == 9
     [text] = told()
-    assert f"the first save abandons step-00000011, step-00000013 in {back}; kept" in text and "branch has 3" in text
+    assert (
+        f"the first save abandons step-00000011, step-00000013 in {back}; kept" in text and "until 3 are saved" in text
+    )
 
 
 @pytest.mark.parametrize(("name", "damage"), [(DATA, _cut), (DATA, flip), (STATE, _cut), (MANIFEST, Path.unlink)])
@@ -62,11 +64,11 @@ def test_no_abandoned_branch_is_gone_on_from_unasked(back: Path) -> None:
     _train(back, "auto", 11)
     for step in (8, 9, 11):
         flip(step_folder(back, step) / DATA)
-    with pytest.raises(CheckpointError, match=f"step-00000008 is damaged.*; name {step_folder(back, 12)} to go on"):
+    with pytest.raises(CheckpointError, match=f"step-00000008 is damaged.*; {step_folder(back, 12)} is of"):
         _train(back, "auto")
     _cut(step_folder(back, 8) / STATE)  # a parent that says nothing
     _cut(step_folder(back, 8) / MANIFEST)
-    with pytest.raises(CheckpointError, match=f"no sound checkpoint is left .*; name {step_folder(back, 12)} to go on"):
+    with pytest.raises(CheckpointError, match=f"no sound checkpoint is left .*; {step_folder(back, 12)} is of"):
         _train(back, "auto")
     assert _train(back, step_folder(back, 12), 14) == 12
     assert _train(back, "auto") == 14
@@ -87,7 +89,7 @@ def test_rm_leaves_what_is_sound(back: Path, capsys: pytest.CaptureFixture[str])
         flip(step_folder(back, step) / STATE)
     for which in (["--keep", "2"], ["--abandoned"]):
         assert cli.main(["checkpoint", "rm", str(back), *which, "--yes"]) == 2
-        assert f"nothing was removed; name {step_folder(back, 12)} to go on from" in capsys.readouterr().err
+        assert f"nothing was removed; {step_folder(back, 12)} is of an abandoned branch" in capsys.readouterr().err
     assert steps_in(back) == [8, 9, 10, 12]
 
 

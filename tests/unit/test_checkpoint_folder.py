@@ -138,9 +138,9 @@ def test_choose_refuses_what_is_absent_or_incomplete(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         folders.choose(str(tmp_path / "absent"))
     (_make(tmp_path / "step-00000010") / STATE).unlink()
-    with pytest.raises(CheckpointError, match=r"lacks state\.json, and"):
+    with pytest.raises(CheckpointError, match=r"it is damaged: it lacks state\.json"):
         folders.choose(str(tmp_path / "step-00000010"))
-    with pytest.raises(CheckpointError, match="unfinished: the run was killed while it saved"):
+    with pytest.raises(CheckpointError, match="unfinished: it is being written, or the run was killed"):
         folders.choose(str(_make(tmp_path / "step-00000020.tmp")))
 
 

@@ -135,7 +135,7 @@ class Checkpointer:
     def _tell_abandoned(self, found: Sequence[Found], kept: Sequence[Found]) -> None:
         """Say which checkpoints this run does not go on from. kept: the one that it does, and that one's ancestors."""
         others = ", ".join(path.name for path in folders.sound(each for each in found if each not in kept))
-        until = f", until this branch has {self.keep} of its own" if self.keep else ""
+        until = f", until {self.keep} are saved after them" if self.keep else ""
         stay = f"kept until a save replaces their step{until}"
         if others and branch(found)[-1:] == [*kept][-1:]:
             rm = f"`titan checkpoint rm {self.folder} --abandoned` removes them"

@@ -221,7 +221,7 @@ def on_other_branches(found: Sequence[Found]) -> str:
     """What to say where a branch has no sound checkpoint, and others have some; else empty."""
     kept = branch(found)
     others = sound(each for each in found if each not in kept)
-    return f"; name {others[-1]} to go on from an abandoned branch" if others else ""
+    return f"; {others[-1]} is of an abandoned branch: name it to use it" if others else ""
 
 
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
@@ -233,21 +233,24 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     if is_complete(path):
         return path
     found = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    candidates, damaged = sound(branch(found)), {each.path: each.fault for each in found if each.fault}
-    for reason in damaged.values():
-        log.warning(f"damaged and ignored: {reason}{f'; using {candidates[-1]} instead' if candidates else ''}")
-    if candidates:
-        return candidates[-1]
+    chosen = [each for each in branch(found) if not each.fault][-1:]
+    damaged = [each.fault for each in found if each.fault and not (chosen and each.lineage and each < chosen[0])]
+    for reason in damaged:
+        log.warning(f"damaged and ignored: {reason}{f'; using {chosen[0].path} instead' if chosen else ''}")
+    if chosen:
+        return chosen[0].path
     if not path.is_dir():
         told = no_folder(path)
     elif damaged:
-        told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}{on_other_branches(found)}"
+        told = f"no undamaged checkpoint there: {'; '.join(damaged)}{on_other_branches(found)}"
     elif is_hf(path):
         told = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
     elif is_dcp(path):
         told = "it is in PyTorch's default checkpoint format; convert it with `titan convert --from`"
     elif path.suffix == ".tmp":
-        told = "this checkpoint is unfinished: the run was killed while it saved"
+        told = "this checkpoint is unfinished: it is being written, or the run was killed while it saved"
+    elif is_step(path):
+        told = f"it is damaged: it lacks {' and '.join(lacking(path))}"
     else:
         lacks = f"it lacks {' and '.join(lacking(path))}, and holds no step-NNNNNNNN folder that has them"
         told = f"no complete checkpoint there ({lacks})"
