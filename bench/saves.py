@@ -3,14 +3,16 @@
     python -m bench.saves [--steps 10] [--folder .]
 
 Saves the model and the AdamW state of bench/overhead.toml on one rank in fp32, 107 MB. First the synchronous saves in
-turns: titan's, which hashes, syncs and commits its files; torch.save of the two state dicts to one file, alone and with
-fsync; and DCP, which syncs. Each replaces what it wrote the turn before. titan removes its checkpoint before on another
-thread while training goes on, which is timed apart. Then loads, also in turns: titan's, which verifies every byte and
-then reads into the model's and the optimizer's tensors, each of the two alone; and torch.load, which makes new tensors.
-Then titan's asynchronous save: how long training waits for it, and how much slower the steps are that begin while it
-writes. At last the memory that a save of either kind adds to the peak of the process, beside the bytes it saves.
-Writes all samples under bench/results, and deletes the checkpoints.
+turns: titan's, which hashes, syncs and commits its files; torch.save of the two state dicts to one file, alone, with
+fsync, and to a new file; and DCP, which syncs. The others replace what they wrote the turn before: titan removes it on
+another thread while training goes on, which is timed apart.
 
+Then loads, also in turns: titan's, which verifies every byte and then reads into the model's and the optimizer's
+tensors, each of the two alone; and torch.load, which makes new tensors. Then titan's asynchronous save: how long
+training waits for it, and how much slower the steps are that begin while it writes. At last the memory that a save of
+either kind adds to the peak of the process, beside the bytes it saves.
+
+Writes all samples under bench/results, and deletes the checkpoints.
 The figures are those of a disk: choose one with --folder. In memory (tmpfs) a sync costs nothing.
 """
 
@@ -55,7 +57,7 @@ MEMORY_TARGET = 1.05
 STALL_TARGET = 0.05
 """An asynchronous save stalls training for at most this share of a step."""
 
-TITAN, TORCH, SYNCED, DCP = "titan", "torch.save", "torch.save, fsync", "DCP"
+TITAN, TORCH, SYNCED, NEW, DCP = "titan", "torch.save", "torch.save, fsync", "torch.save, new file", "DCP"
 VERIFY, READ, TORCH_LOAD = "titan, verify", "titan, read", "torch.load"
 QUIET_STEPS = 2
 """Measured steps before each asynchronous save, while nothing is written."""
@@ -90,6 +92,7 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
             ratios[TITAN] <= SAVE_TARGET,
         ),
         ("torch.save with fsync, relative to torch.save", "", f"{ratios[SYNCED]:.2f}", None),
+        ("torch.save to a new file, relative to one that replaces", "", f"{ratios[NEW]:.2f}", None),
         ("DCP, relative to torch.save", "", f"{ratios[DCP]:.2f}", None),
         *_more_figures(found),
         (
@@ -168,6 +171,7 @@ def _synchronous(run: build.Run, folder: Path, rounds: int) -> tuple[dict[str, l
         TITAN: lambda: _again(run),
         TORCH: lambda: _torch_save(run, folder / "plain.pt"),
         SYNCED: lambda: _torch_save_synced(run, folder / "synced.pt"),
+        NEW: lambda: _torch_save(run, folder / "new.pt"),
         DCP: lambda: _dcp_save(run, folder / "dcp"),
     }
     taken: dict[str, list[float]] = {who: [] for who in ways}
@@ -176,9 +180,10 @@ def _synchronous(run: build.Run, folder: Path, rounds: int) -> tuple[dict[str, l
     for number in tqdm(range(rounds + 1), desc="saves", disable=None):
         at = number % len(names)
         for who in (*names[at:], *names[:at]):
+            (folder / "new.pt").unlink(missing_ok=True)
             os.sync()  # what another has left to be written is not for this one to wait for
             seconds = _seconds(ways[who])
-            rest = _seconds(run.checkpointer.wait)  # not beside what comes next
+            rest = _seconds(run.checkpointer.close)  # not beside what comes next
             taken[who] += [seconds] * (number > 0)
             removals += [rest] * (number > 0 and who == TITAN)
     return taken, removals

@@ -102,9 +102,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def matching(rows: Iterable[Row], glob: str) -> list[Row]:
-    """The rows of which the name, or the stacked tensor's name, matches a pattern of the shell; case-sensitive."""
+    """The rows of which the name, or the stacked tensor's name, is or matches a pattern of the shell."""
     pattern = re.compile(fnmatch.translate(glob))
-    return [row for row in rows if pattern.match(row.name) or pattern.match(stored_name(row.stored.name))]
+    named = [(row, (row.name, stored_name(row.stored.name))) for row in rows]
+    return [row for row, names in named if glob in names or any(map(pattern.match, names))]
 
 
 def norms(path: Path, index: Index, rows: Sequence[Row], read: Callable[[int], object]) -> list[Norm | None]:

@@ -120,7 +120,8 @@ def _part(run: build.Run) -> None:
         curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
         log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None and complete(run.checkpointer.folder):
-        log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
+        branch = "" if job.checkpoint.goes_on else "--checkpoint.resume auto "
+        log.log.info(f"resume       the same command with {branch}--train.steps {2 * run.step}")
         for what, command in (_inference.commands(job) if _inference else {}).items():
             log.log.info(f"{what:<12} {command}")
 

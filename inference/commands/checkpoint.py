@@ -11,6 +11,7 @@ from typing import Any
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.lineage import Found, branch, parent
+from titan.checkpoint.disk.plain import shown
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, by_errno
 from titan.inference.commands import show_checkpoint
 from titan.paths import no_folder, told
@@ -53,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show_checkpoint.add_options(kinds.choices["show"])
     which = kind.add_mutually_exclusive_group()
     which.add_argument("--keep", type=int, metavar="N", help="remove all but the N newest complete ones of the branch")
-    which.add_argument("--abandoned", action="store_true", help="remove what is on no branch but abandoned ones")
+    which.add_argument(
+        "--abandoned", action="store_true", help="remove all but the newest checkpoint and its ancestors"
+    )
     kind.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     found = _checkpoints(args.where)
-    checkpoints = [{**_about(each.path), **_related(each, found)} for each in found]
+    checkpoints = _about_each(found)
     if args.json:
         print(json.dumps({"checkpoints": checkpoints}))
         return EXIT_DONE
@@ -77,6 +80,7 @@ def _list(args: argparse.Namespace) -> int:
     for each, line in zip(checkpoints, _graph(found), strict=True):
         state = ABANDONED if each["abandoned"] and each["state"] == COMPLETE else each["state"]
         row = {**each, "branch": line, "size": _megabytes(each["bytes"]), "ranks": each["world_size"], "state": state}
+        row |= {key: each[key] and shown(each[key]) for key in ("saved", "layout")}
         rows.append(["-" if row[key] is None else str(row[key]) for key in rows[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for texts in rows:
@@ -109,8 +113,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _rm(args: argparse.Namespace) -> int:
     doomed, spared = _doomed(args.where, args.keep, args.abandoned)
-    if any(map(_sound, doomed)) and not any(map(_sound, spared)) and not args.yes:
-        raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
+    if not args.yes and not any(map(_sound, spared)) and (last := [path for path in doomed if _sound(path)]):
+        raise CheckpointError(f"{last[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
         names = manifest.names_in(path)
         parts = {name for name in names if manifest.is_checkpoint_file(name) or _FORMER.fullmatch(name)}
@@ -119,6 +123,8 @@ def _rm(args: argparse.Namespace) -> int:
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
             raise CheckpointError(f"{path} {what}; nothing was removed")
+    if revived := _revived(args.where, doomed):
+        print(f"{revived} will be the newest then, of a branch that was abandoned", file=sys.stderr)
     if doomed and not args.yes:
         print(*(f"{path}, {_megabytes(_bytes(path))}" for path in doomed), sep="\n", file=sys.stderr)
         print(f"remove {len(doomed)} checkpoint{'s'[: len(doomed) != 1]}? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -137,12 +143,21 @@ def _rm(args: argparse.Namespace) -> int:
     return EXIT_DONE if len(freed) == len(doomed) else EXIT_FAILED
 
 
+def _revived(where: Path, doomed: Sequence[Path]) -> Path | None:
+    """The checkpoint that becomes the newest by removing others, though the run has not gone on from it."""
+    if len(doomed) != 1 or not _is_checkpoint(where):
+        return None
+    found = folders.survey(where.parent, sizes=False)
+    left = branch([each for each in found if each.path.resolve() != where.resolve()])
+    return left[-1].path if left and left[-1] not in branch(found) else None
+
+
 def _doomed(where: Path, keep: int | None, abandoned: bool) -> tuple[list[Path], list[Path]]:
     """Which checkpoints to remove, and which others stand beside them."""
     if keep is None and not abandoned:
         if not _is_checkpoint(where):
             _inside(where)
-            hint = "to remove all but the newest N of a folder, add --keep N"
+            hint = "to remove all but the newest N of a folder, add --keep N; other branches, --abandoned"
             raise CheckpointError(f"{where} is not one checkpoint; {hint}")
         beside = folders.sound(folders.survey(where.parent, sizes=False))
         return [where], [path for path in beside if path.resolve() != where.resolve()]
@@ -152,16 +167,19 @@ def _doomed(where: Path, keep: int | None, abandoned: bool) -> tuple[list[Path],
         raise CheckpointError(f"{where} is one checkpoint; --keep and --abandoned need a run or its checkpoints folder")
     found = folders.survey(_inside(where))
     kept = branch(found)
-    if abandoned:
-        return [each.path for each in found if each.lineage and each not in kept], folders.sound(kept)
     spared = folders.sound(kept)[-(keep or 0) :]
+    if not spared:
+        others = folders.on_other_branches(found)
+        raise CheckpointError(f"{where} holds no sound checkpoint of the newest branch; nothing was removed{others}")
+    if abandoned:
+        return [each.path for each in found if each.lineage and each not in kept], spared
     return [each.path for each in found if each.path not in spared], spared
 
 
 def _checkpoints(where: Path) -> list[Found]:
     """All checkpoints a path means: in the order of commits, then those that say no order and the unfinished."""
     if _is_checkpoint(where):
-        return [next((each for each in folders.survey(where.parent) if each.path == where), Found(0, where, ()))]
+        return [Found(0, where, ())]
     inside = _inside(where)
     found = sorted(folders.survey(inside), key=lambda each: (not each.lineage, each))
     unfinished = sorted(path for path in inside.iterdir() if folders.is_unfinished(path))
@@ -224,10 +242,21 @@ def _about(path: Path) -> dict[str, Any]:
     return {**saved, "bytes": _bytes(path), **made_by, "state": state, "fault": fault}
 
 
-def _related(one: Found, found: Sequence[Found]) -> dict[str, Any]:
-    """What a checkpoint goes on from, and whether a branch was abandoned with it."""
-    before = parent(one, found)
-    return {"parent": before and str(before.path), "abandoned": bool(one.lineage) and one not in branch(found)}
+def _about_each(found: list[Found]) -> list[dict[str, Any]]:
+    """What there is to say of checkpoints; those that are removed meanwhile are taken out of `found`."""
+    kept, rows = branch(found), []
+    for each in [*found]:
+        try:
+            about = _about(each.path)
+        except FileNotFoundError:
+            if each.path.exists():
+                raise
+            found.remove(each)
+            continue
+        before = parent(each, found[: len(rows)])
+        related = {"parent": before and str(before.path), "abandoned": bool(each.lineage) and each not in kept}
+        rows.append({**about, **related})
+    return rows
 
 
 def _graph(found: Sequence[Found]) -> list[str]:

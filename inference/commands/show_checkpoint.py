@@ -83,8 +83,8 @@ def layout_of(state: dict[str, Any]) -> str | None:
 
 def _chosen(where: Path) -> Path:
     if folders.is_hf(where):
-        told = "is a Hugging Face folder; `titan convert --from DIR --format titan` makes a checkpoint of it"
-        raise CheckpointError(f"{where} {told}")
+        mend = "`titan convert --from DIR --format titan --output NEW` makes a checkpoint of it"
+        raise CheckpointError(f"{where} is a Hugging Face folder; {mend}")
     return folders.choose(str(where), "DIR")
 
 

@@ -51,7 +51,7 @@ def test_figures_of_peers_are_of_titan_without_and_with_its_kernel() -> None:
 
 
 def _saves(titan_s: float, stall_s: float) -> dict[str, Any]:
-    taken = {saves.TITAN: titan_s, saves.TORCH: 2.0, saves.SYNCED: 3.0, saves.DCP: 4.0}
+    taken = {saves.TITAN: titan_s, saves.TORCH: 2.0, saves.SYNCED: 3.0, saves.NEW: 1.0, saves.DCP: 4.0}
     aside = {"stall_s": [stall_s], "quiet_s": [1.0, 2.0, 3.0], "writing_s": [4.0], "write_s": [5.0]}
     loads = {saves.VERIFY: [3.0], saves.READ: [1.0], saves.TORCH_LOAD: [2.0]}
     more = {"load_s": loads, "remove_s": [0.5], "memory_bytes": {"a synchronous": [0.0, 1.1e8]}}
@@ -60,10 +60,10 @@ def _saves(titan_s: float, stall_s: float) -> dict[str, Any]:
 
 def test_figures_of_saves_are_ratios_of_medians() -> None:
     _, _, measured, met = zip(*saves.figures(_saves(2.6, 0.1)), strict=True)
-    assert measured[:3] == ("1.30 (2.600 s of 100 MB)", "1.50", "2.00")
-    assert measured[3:] == ("0.50 (1000 ms)", "1.50", "500 ms", "1.10", "5.0 % (100 ms)", "2.00")
-    assert met == (True, None, None, True, None, None, False, True, None)
-    assert [met for *_, met in saves.figures(_saves(2.7, 0.11))][::7] == [False, False]
+    assert measured[:4] == ("1.30 (2.600 s of 100 MB)", "1.50", "0.50", "2.00")
+    assert measured[4:] == ("0.50 (1000 ms)", "1.50", "500 ms", "1.10", "5.0 % (100 ms)", "2.00")
+    assert met == (True, None, None, None, True, None, None, False, True, None)
+    assert [met for *_, met in saves.figures(_saves(2.7, 0.11))][::8] == [False, False]
 
 
 def test_saves_are_measured_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_saves_are_measured_and_deleted(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found["async"]["quiet_s"]) == 2 * saves.QUIET_STEPS
     found["async"]["writing_s"] = found["async"]["writing_s"] or [1.0]  # a tiny checkpoint may be written at once
     assert {len(seconds) for seconds in (*found["load_s"].values(), found["remove_s"])} == {2}
-    assert found["bytes"] > 0 and len(saves.figures(found)) == 10
+    assert found["bytes"] > 0 and len(saves.figures(found)) == 11
     assert len(list((tmp_path / "overhead" / "checkpoints").iterdir())) == 1
 
 

@@ -1,5 +1,6 @@
 """Histories of a run that went back: which checkpoint `auto` goes on from, what is kept, and what the list draws."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def _train(folder: Path, resume: str | Path, *steps: int, keep: int = 0) -> int:
     before = 0 if path is None else run.load(path, parts, optimizer)["at"]
     for step in steps:
         run.save(step, parts, optimizer, {"at": step})
-    run.wait()
+    run.close()
     return int(before)
 
 
@@ -35,14 +36,17 @@ def back(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_branch_is_kept_until_its_successor_has_as_many(back: Path, told: Callable[[], list[str]]) -> None:
+def test_a_branch_is_kept_until_its_successor_has_as_many(told: Callable[[], list[str]], back: Path) -> None:
     assert steps_in(back) == [8, 9, 10, 12] and choose(str(back)) == step_folder(back, 9)
     assert _train(back, "auto", 11, keep=3) == 9
     assert steps_in(back) == [8, 9, 10, 11, 12]
     assert _train(back, step_folder(back, 11), 13, keep=3) == 11
     assert steps_in(back) == [9, 11, 13]
+    assert _train(back, step_folder(back, 9), keep=3) == 9
     [text] = told()
-    assert f"abandoned: step-00000010, step-00000012 in {back}; kept" in text and "until this branch has 3" in text
+    assert (
+        f"the first save abandons step-00000011, step-00000013 in {back}; kept" in text and "until 3 are saved" in text
+    )
 
 
 @pytest.mark.parametrize(("name", "damage"), [(DATA, halve), (DATA, flip), (STATE, halve), (MANIFEST, Path.unlink)])
@@ -56,14 +60,33 @@ def test_no_abandoned_branch_is_gone_on_from_unasked(back: Path) -> None:
     _train(back, "auto", 11)
     for step in (8, 9, 11):
         flip(step_folder(back, step) / DATA)
-    with pytest.raises(CheckpointError, match=f"step-00000008 is damaged.*; name {step_folder(back, 12)} to go on"):
+    with pytest.raises(CheckpointError, match=f"step-00000008 is damaged.*; {step_folder(back, 12)} is of"):
         _train(back, "auto")
     halve(step_folder(back, 8) / STATE)  # a parent that says nothing
     halve(step_folder(back, 8) / MANIFEST)
-    with pytest.raises(CheckpointError, match=f"no sound checkpoint is left .*; name {step_folder(back, 12)} to go on"):
+    with pytest.raises(CheckpointError, match=f"no sound checkpoint is left .*; {step_folder(back, 12)} is of"):
         _train(back, "auto")
     assert _train(back, step_folder(back, 12), 14) == 12
     assert _train(back, "auto") == 14
+
+
+def test_what_says_nothing_and_may_be_the_newest_stops_a_start(back: Path) -> None:
+    for name in (STATE, MANIFEST):
+        (step_folder(back, 9) / name).unlink()
+    with pytest.raises(CheckpointError, match=r"lacks .*; nothing tells whether the run went on from step-00000012"):
+        _train(back, "auto")
+    assert _train(back, step_folder(back, 8)) == 8
+    os.utime(step_folder(back, 9), (1, 1))  # damaged before the others were saved
+    assert _train(back, "auto") == 12
+
+
+def test_rm_leaves_what_is_sound(back: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (8, 9):
+        flip(step_folder(back, step) / STATE)
+    for which in (["--keep", "2"], ["--abandoned"]):
+        assert cli.main(["checkpoint", "rm", str(back), *which, "--yes"]) == 2
+        assert f"nothing was removed; {step_folder(back, 12)} is of an abandoned branch" in capsys.readouterr().err
+    assert steps_in(back) == [8, 9, 10, 12]
 
 
 def test_back_twice_and_to_another_run(back: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
         assert f"{DATA} has" in text or f"it lacks {MANIFEST}" in text
     for step, left in ((4, [2, 3, 4]), (3, [2, 3]), (5, [2, 5])):
         resumed.save(step, parts, optimizer, {})
-        resumed.wait()
+        resumed.close()
         assert steps_in(folder) == left
 
 
@@ -92,4 +92,4 @@ def test_what_was_found_is_verified_once(folder: Path, monkeypatch: pytest.Monke
         assert again.find("auto") == saved
         again.load(saved, *build())
     again.load(saved, *build())
-    assert sorted(hashed) == [name for name in (DATA, STATE, INDEX) for _ in range(3)]
+    assert sorted(hashed) == [*[DATA] * 3, *[STATE] * 9, *[INDEX] * 3], "those of all three say which is the newest"

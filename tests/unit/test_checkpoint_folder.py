@@ -99,7 +99,7 @@ def test_choose_takes_a_checkpoint_a_run_or_a_checkpoints_folder(tmp_path: Path)
         assert folders.choose(str(given)) == chosen
     (older / STATE).unlink()
     unfinished = _make(tmp_path / "step-00000030.tmp")
-    told = ("no such folder", r"lacks state\.json, and", "unfinished: the run was killed")
+    told = ("no such folder", r"it is damaged: it lacks state\.json", "unfinished: it is being written, or the run was")
     for given, words in zip((folder / "absent", older, unfinished), told, strict=True):
         with pytest.raises(CheckpointError, match=words):
             folders.choose(str(given))

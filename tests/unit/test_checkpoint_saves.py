@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -40,8 +42,8 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     assert not unfinished.exists() and told() == []
     assert checkpointer.find(str(first)) == first and checkpointer.find("never") is None
     assert [text.partition(" in ")[0] for text in told()] == [
-        "abandoned: step-00001000",
-        "abandoned: step-00000900, step-00001000",
+        "the first save abandons step-00001000",
+        "the first save abandons step-00000900, step-00001000",
     ]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
@@ -91,6 +93,18 @@ def test_a_read_that_fails_is_no_damage(
     assert checkpointer.find("auto") == tmp_path / "step-00000002"
 
 
+def test_a_slow_removal_delays_no_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, saver = Event(), checkpointer_of(tmp_path, keep=1)
+    monkeypatch.setattr(folders, "sweep", lambda path: removed.wait(60) and shutil.rmtree(path))
+    for step in (1, 2):
+        saver.save(step, *made(), {})
+    saver.wait()
+    assert len(list(tmp_path.iterdir())) == 2
+    removed.set()
+    saver.close()
+    assert steps_in(tmp_path) == [2]
+
+
 def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = storage.write
     monkeypatch.setattr(storage, "write", lambda path, *args: write(path, *args) | {data_file(1): FileEntry(1, "")})
@@ -102,7 +116,7 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("owner", "name", "error", "then"),
     [
-        (folders, "complete", OSError(errno.ESTALE, "Stale file"), "sweeping failed: rank 0: [Errno 116] Stale file"),
+        (folders, "survey", OSError(errno.ESTALE, "Stale file"), "sweeping failed: rank 0: [Errno 116] Stale file"),
         (Ranks, "first", RuntimeError("Connection closed\nmore"), "another rank was lost: Connection closed"),
     ],
     ids=["the disk", "a peer"],

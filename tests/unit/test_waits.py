@@ -44,7 +44,7 @@ LISTED = {
     "titan/checkpoint/checkpointer.py": {
         "load: self.wait": SAVE, "save: self.wait": SAVE, "go_on_with: self.wait": SAVE, "close: self.wait": SAVE,
         "connect: self._ranks.connect": GROUP, "wait: self._writer.join": SAVE,
-        "wait: self._sweeper.join": SAVE,
+        "_end_removal: self._sweeper.join": SAVE,
     },
     "titan/ranks/folder_lock.py": {"release: heart.join": "BEAT_S", "_beat: self._done.wait": "BEAT_S"},
     "titan/checkpoint/ranks.py": {"leave: late.wait": "1 ms", "go_on_with: self.connect": GROUP},

@@ -21,7 +21,7 @@ import torch
 from titan.checkpoint import restore, storage, techniques
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index, manifest
-from titan.checkpoint.disk.lineage import Found, Lineage, branch, descends, new_start
+from titan.checkpoint.disk.lineage import MOST_STARTS, Found, Lineage, branch, descends, new_start
 from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.disk.tensor_file import WORDS
@@ -122,21 +122,26 @@ class Checkpointer:
         found = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
         if resume in ("auto", "required"):
-            self._tell_abandoned(found, branch(found), log.info)
+            folders.refuse_in_doubt(found)
+            self._tell_abandoned(found, branch(found))
             damaged = {each.path: each.fault for each in found if each.fault}
             return folders.sound(branch(found))[::-1], damaged, folders.on_other_branches(found)
         chosen = None if resume == "never" else folders.choose(resume)
-        lineage = () if chosen is None else folders.read_state(chosen)["lineage"]
-        self._tell_abandoned(found, [each for each in found if descends(lineage, each)], log.warning)
+        with folders.named():
+            lineage = () if chosen is None else folders.read_state(chosen)["lineage"]
+        self._tell_abandoned(found, [each for each in found if descends(lineage, each)])
         return [] if chosen is None else [chosen], {}, ""
 
-    def _tell_abandoned(self, found: Sequence[Found], kept: Sequence[Found], tell: Callable[[str], None]) -> None:
-        others = [path.name for path in folders.sound(each for each in found if each not in kept)]
-        if others:
-            until = f", until this branch has {self.keep} of its own" if self.keep else ""
+    def _tell_abandoned(self, found: Sequence[Found], kept: Sequence[Found]) -> None:
+        """Say which checkpoints this run does not go on from. kept: the one that it does, and that one's ancestors."""
+        others = ", ".join(path.name for path in folders.sound(each for each in found if each not in kept))
+        until = f", until {self.keep} are saved after them" if self.keep else ""
+        stay = f"kept until a save replaces their step{until}"
+        if others and branch(found)[-1:] == [*kept][-1:]:
             rm = f"`titan checkpoint rm {self.folder} --abandoned` removes them"
-            ends = f"kept until a save replaces their step{until}, or {rm}"
-            tell(f"abandoned: {', '.join(others)} in {self.folder}; {ends}")
+            log.info(f"abandoned: {others} in {self.folder}; {stay}, or {rm}")
+        elif others:  # until then the newest, and what it goes on from, is not what this run goes on from
+            log.warning(f"the first save abandons {others} in {self.folder}; {stay}")
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
@@ -218,28 +223,33 @@ class Checkpointer:
         self._ranks.first(self._tidy)
 
     def _tidy(self) -> None:
+        self._end_removal()
         self._held()
         folders.tidy(self.folder)
 
     def wait(self) -> None:
-        """Return when no save is in flight, nor a removal; raises the CheckpointError of a save that failed."""
+        """Return when no save is in flight; raises the CheckpointError of one that failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        if self._sweeper is not None:  # not before: the writer starts it
-            with self._limit(f"removing old checkpoints from {self.folder}"):
-                self._sweeper.join()
-            self._sweeper = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Let a save in flight end. A failure nobody has waited for is told, not raised: the run ends anyway."""
+        """Let what is in flight end. A failure nobody has waited for is told, not raised: the run ends anyway."""
         try:
             self.wait()
         except CheckpointError as failure:
             log.error(str(failure))
+        with self._limit(f"removing old checkpoints from {self.folder}"):
+            self._end_removal()
+
+    def _end_removal(self) -> None:
+        """Wait until old checkpoints are gone; on rank 0 where others wait for it too, or nobody does."""
+        if self._sweeper is not None:
+            self._sweeper.join()
+            self._sweeper = None
 
     def _limit(self, what: str) -> AbstractContextManager[None]:
         return watchdog.limit(self.timeout_s, "[comm] checkpoint_timeout_s", what)
@@ -265,7 +275,11 @@ class Checkpointer:
             ranks.leave()
             raise SaveError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
 
+    def _lineage(self, step: int) -> Lineage:
+        return [*self._ancestors, (self._start, step)][-MOST_STARTS:]
+
     def _begin(self, step: int) -> Path:
+        self._end_removal()
         self._held()
         return folders.begin(self.folder, step)
 
@@ -281,7 +295,7 @@ class Checkpointer:
         if self._next is not None and serial > self._next:  # a successor has come and gone while it was suspended
             raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
         self._next = serial
-        origin = {"serial": serial, "lineage": [*self._ancestors, (self._start, step)]}
+        origin = {"serial": serial, "lineage": self._lineage(step)}
         write_table(path / manifest.STATE, {
             "format": folders.FORMAT, "step": step, **origin, "world_size": self._ranks.size,
             "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__,
@@ -302,8 +316,9 @@ class Checkpointer:
             log.warning(f"an old checkpoint could not be removed: {error}")
             return
         # Aside: to remove as many bytes as were written takes a fifth of the time of the save.
-        self._sweeper = Thread(target=lambda: [*map(folders.sweep, doomed)], name="old checkpoints", daemon=True)
-        self._sweeper.start()
+        sweeper = Thread(target=lambda: [*map(folders.sweep, doomed)], name="old checkpoints", daemon=True)
+        sweeper.start()
+        self._sweeper = sweeper
 
     def _give_up_together(self, step: int, reason: str, full: bool) -> str:
         """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""
@@ -315,7 +330,8 @@ class Checkpointer:
                 self._tidy()
             except FolderError:
                 return failed
-            found = folders.complete(self.folder)
+            survey = folders.survey(self.folder, sizes=False)
+            found = folders.sound(each for each in survey if descends(self._lineage(step), each))
             last = f"the last complete checkpoint is {found[-1]}" if found else "there is no complete checkpoint yet"
             return f"disk full while saving step {step} to {self.folder}; {last}" if full else f"{failed}; {last}"
 

@@ -20,7 +20,8 @@ _SECTIONS = ("run.", "mesh.", "metrics.", "comm.", "checkpoint.", "validation.")
 FREE = (*_SECTIONS, "data.cache", "data.workers", "data.prepare_workers", "train.micro_batch_size", "train.gc_every")
 """Keys that say how and where a run is carried out, not what it computes."""
 
-DATA = ("data.", "tokenizer.", "run.seed")
+SEED = "run.seed"
+DATA = ("data.", "tokenizer.", SEED)
 """Keys that may change which samples there are and in which order; the fingerprint of the samples tells."""
 
 FIXED = ("model.",)
@@ -62,7 +63,7 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokeni
         if _in(change, FIXED)
     ]
     if other_data and not section["reset_data"]:
-        keys = [_sentence(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
+        keys = [_sentence(each) for each in changes if each.key == SEED or (_in(each, DATA) and not _in(each, FREE))]
         why = ", ".join(keys) or f"{'the tokenizer' if other_tokenizer else 'files of the datasets'} changed"
         mend = "set checkpoint.reset_data = true to keep the weights and restart the data"
         refused.append(f"{differ} ({why}); {mend}")

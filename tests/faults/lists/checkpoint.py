@@ -72,7 +72,7 @@ FAULTS = (
         "start == each and step <= last", "start == each",
         (f"{BRANCHES}::test_with_the_newest_damaged_its_ancestor_goes_on",)),
     Fault("the lineage of a damaged checkpoint forgotten", "titan/checkpoint/disk/folder.py",
-        "for name in (STATE, MANIFEST):", "for name in (STATE,):",
+        "for name in (MANIFEST, STATE):", "for name in (STATE,):",
         (f"{BRANCHES}::test_with_the_newest_damaged_its_ancestor_goes_on",)),
     Fault("the branch that a run came from forgotten", "titan/checkpoint/checkpointer.py",
         'saved.state["lineage"], new_start()', "(), new_start()",

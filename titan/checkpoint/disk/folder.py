@@ -133,9 +133,13 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
     """What the manifest of a checkpoint lists; a CheckpointError where not all is there in the size it had."""
     _check_names(path)
     entries = listed(path)
-    if faults := manifest.wrong_sizes(path, entries):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
+    _refuse(path, manifest.wrong_sizes(path, entries).values())
     return entries
+
+
+def _refuse(path: Path, faults: Collection[str]) -> None:
+    if faults:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
 
 
 def survey(folder: Path, *, sizes: bool = True) -> list[Found]:
@@ -144,14 +148,18 @@ def survey(folder: Path, *, sizes: bool = True) -> list[Found]:
     The order is not that of steps: a run that went back to an older checkpoint stands at a lower step than what it
     abandoned. Damage is what can be seen without reading data; what is removed meanwhile counts for nothing.
 
-    sizes: look at those of the files too; with many ranks there are many files.
+    sizes: look at those of the files too, and hash the state.json; with many ranks there are many files.
     """
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_step(path):
             continue
         try:
-            (check_sizes if sizes else _check_names)(path)
+            if sizes:
+                entries = check_sizes(path)
+                _refuse(path, manifest.wrong_hashes(path, entries, [STATE]))  # it says what the newest is
+            else:
+                _check_names(path)
             state = read_state(path)
             found.append(Found(state["serial"], path, state["lineage"]))
         except UnreadableError:
@@ -164,7 +172,7 @@ def survey(folder: Path, *, sizes: bool = True) -> list[Found]:
 
 def _origin(path: Path) -> tuple[int, Path, Lineage]:
     """Serial number and lineage of a damaged checkpoint: its manifest has a copy of what its state.json says."""
-    for name in (STATE, MANIFEST):
+    for name in (MANIFEST, STATE):
         try:
             table = read_table(path / name)
         except CheckpointError as error:
@@ -188,14 +196,32 @@ def sound(found: Iterable[Found]) -> list[Path]:
 
 
 def next_serial(folder: Path) -> int:
-    """Number of the next checkpoint to be committed, from 1."""
-    return max((each.serial for each in survey(folder, sizes=False)), default=0) + 1
+    """Number of the next checkpoint to be committed, from 1; a CheckpointError where none is left."""
+    last = max(survey(folder, sizes=False), default=None)
+    if last is not None and last.serial + 1 >= _MOST:
+        raise CheckpointError(f"{last.path} has the last serial number that there is, {last.serial}; remove it")
+    return last.serial + 1 if last else 1
+
+
+def refuse_in_doubt(found: Sequence[Found]) -> None:
+    """Raise a CheckpointError where a damaged checkpoint may be the newest, and of a branch that no file tells.
+
+    It is of a lower step than the newest of the others, and its folder was changed later.
+    """
+    for newest in branch(found)[-1:]:
+        for each in found:
+            lower = not each.lineage and each.path.name < newest.path.name
+            if lower and os.path.getmtime(each.path) > os.path.getmtime(newest.path):
+                told = f"nothing tells whether the run went on from {newest.path.name} or from there"
+                mend = f"name a checkpoint by checkpoint.resume, or `titan checkpoint rm {each.path}`"
+                raise CheckpointError(f"{each.fault}; {told}: {mend}")
 
 
 def on_other_branches(found: Sequence[Found]) -> str:
     """What to say where a branch has no sound checkpoint, and others have some; else empty."""
-    others = sound(each for each in found if each not in branch(found))
-    return f"; name {others[-1]} to go on from an abandoned branch" if others else ""
+    kept = branch(found)
+    others = sound(each for each in found if each not in kept)
+    return f"; {others[-1]} is of an abandoned branch: name it to use it" if others else ""
 
 
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
@@ -207,21 +233,24 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     if is_complete(path):
         return path
     found = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    candidates, damaged = sound(branch(found)), {each.path: each.fault for each in found if each.fault}
-    for reason in damaged.values():
-        log.warning(f"damaged and ignored: {reason}{f'; using {candidates[-1]} instead' if candidates else ''}")
-    if candidates:
-        return candidates[-1]
+    chosen = [each for each in branch(found) if not each.fault][-1:]
+    damaged = [each.fault for each in found if each.fault and not (chosen and each.lineage and each < chosen[0])]
+    for reason in damaged:
+        log.warning(f"damaged and ignored: {reason}{f'; using {chosen[0].path} instead' if chosen else ''}")
+    if chosen:
+        return chosen[0].path
     if not path.is_dir():
         told = no_folder(path)
     elif damaged:
-        told = f"no undamaged checkpoint there: {'; '.join(damaged.values())}{on_other_branches(found)}"
+        told = f"no undamaged checkpoint there: {'; '.join(damaged)}{on_other_branches(found)}"
     elif is_hf(path):
         told = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
     elif is_dcp(path):
         told = "it is in PyTorch's default checkpoint format; convert it with `titan convert --from`"
     elif path.suffix == ".tmp":
-        told = "this checkpoint is unfinished: the run was killed while it saved"
+        told = "this checkpoint is unfinished: it is being written, or the run was killed while it saved"
+    elif is_step(path):
+        told = f"it is damaged: it lacks {' and '.join(lacking(path))}"
     else:
         lacks = f"it lacks {' and '.join(lacking(path))}, and holds no step-NNNNNNNN folder that has them"
         told = f"no complete checkpoint there ({lacks})"
@@ -271,7 +300,7 @@ def sweep(path: Path) -> bool:
     except OSError as error:
         if _DOOMED.fullmatch(doomed.name):
             shutil.rmtree(doomed, ignore_errors=True)  # whatever else is in it takes room too
-        if doomed.exists():
+        if os.path.lexists(doomed):
             _tell_left(doomed, error)
             return False
     return True

@@ -242,7 +242,7 @@ def check(index: Index, sizes: Mapping[str, int]) -> None:
     files = sorted((2 * rank_of(name) + name.startswith(TECHNIQUES), name) for name in sizes)
     numbers = np.array([number for number, _ in files] or [-1])
     place = np.searchsorted(numbers, file).clip(max=len(numbers) - 1)
-    if np.any(unlisted := numbers[place] != file):
+    if np.any(unlisted := (numbers[place] != file) | (file < 0)):
         rank, of_technique = divmod(int(file[np.argmax(unlisted)]), 2)
         raise ValueError(f"it names {data_file(rank, bool(of_technique))}, which its manifest does not list")
     counts = np.bincount(place, minlength=len(numbers))

@@ -12,6 +12,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 Lineage = Sequence[tuple[str, int]]
 
+MOST_STARTS = 10_000
+"""In a lineage; of more, the first are forgotten."""
+
+_ID = 16  # characters
+
 
 class Found(NamedTuple):
     """A folder that has the name of a checkpoint.
@@ -28,14 +33,16 @@ class Found(NamedTuple):
 
 def new_start() -> str:
     """An id for a start of a run."""
-    return secrets.token_hex(8)
+    return secrets.token_hex(_ID // 2)
 
 
 def is_lineage(value: Any) -> TypeGuard[Lineage]:
     """Whether a value read from JSON is a lineage."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         return False
-    return bool(value) and all(isinstance(start, str) and type(step) is int for start, step in value)
+    if not 0 < len(value) <= MOST_STARTS:
+        return False
+    return all(isinstance(start, str) and len(start) <= _ID and type(step) is int for start, step in value)
 
 
 def descends(newer: Lineage, older: Found) -> bool:

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
@@ -53,7 +53,7 @@ MOST_DIMENSIONS = 32
 WAITING = 1 << 16
 """Bytes of small tensors that wait together to be hashed."""
 
-WRITTEN_OUT = 4 << 20
+WRITTEN_OUT = 16 << 20
 """Bytes after which the kernel is told to write them to the disk, so that the sync at the end of the file is short."""
 
 READ_AT_ONCE = 32 << 20
@@ -145,9 +145,10 @@ class _HashedFile:
 
 
 def _write_out(file: int, begin: int, end: int) -> None:
-    """Let the kernel begin to write these bytes to the disk. It does not wait, and keeps an error for the next sync."""
+    """Let the kernel begin to write these bytes to the disk; it keeps an error of the disk for the next sync."""
     if hasattr(os, "posix_fadvise"):  # macOS has none
-        os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # advice that a file system does not take
+            os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
