@@ -244,7 +244,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _about_each(found: list[Found]) -> list[dict[str, Any]]:
     """What there is to say of checkpoints; those that are removed meanwhile are taken out of `found`."""
-    kept, rows = branch(found), []
+    kept, rows = branch(found), list[dict[str, Any]]()
     for each in [*found]:
         try:
             about = _about(each.path)
