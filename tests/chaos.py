@@ -236,7 +236,8 @@ class Hunt:
 
     def _check_folder(self, told: str, run: Path) -> list[Path]:
         """The complete checkpoints; what was last said to be saved is among them, and the metrics are whole."""
-        found = folders.complete(run / "checkpoints")
+        # Also those of a branch that a start anew has abandoned: killed after its first save, it has not told of it.
+        found = folders.sound(folders.survey(run / "checkpoints", sizes=False))
         saved = [int(match[1]) for line in _lines(run) if (match := re.search(r"checkpoint: step (\d+) saved", line))]
         if saved and folders.step_folder(run / "checkpoints", saved[-1]) not in found:
             self.report.violations.append(f"{told}: step {saved[-1]} was said to be saved; there are {found}")
