@@ -1,7 +1,6 @@
 """Malicious checkpoints: data files that are none, or say something else, with what is said when each is refused."""
 
 import json
-import math
 import os
 import pickle
 import sys
@@ -43,8 +42,6 @@ def parted(content: bytes) -> tuple[Any, bytes]:
 
 FILES: dict[str, bytes] = {
     "nothing": b"",
-    "a header longer than the file": (1000).to_bytes(8, "little") + b"{}",
-    "a header of garbage": with_header(b"garbage"),
     "a header that is not UTF-8": with_header(b'{"\xff": 1}'),
     "a deep header": with_header(b"[" * 200_000),
     "metadata that are no texts": with_header({"__metadata__": {"tensors": []}}),
@@ -81,16 +78,8 @@ def _offsets(value: Any) -> Callable[[bytes], bytes]:
     return changed
 
 
-def _twice(content: bytes) -> bytes:
-    header, data = parted(content)
-    return with_header(json.dumps(header).replace("{", f'{{"{NAME}": 1, ', 1).encode(), data)
-
-
 _untold = _header(lambda header: header.pop("__metadata__"))
 LONG = "A\nerror: \x1b[2J" + "a" * 10_000
-
-
-UNLIKE = f"and titan.index differ in {NAME}"
 NO_ENTRY, NO_OFFSETS = f"{NAME} has no valid dtype, shape and data_offsets", f"{NAME} has no valid saved_offsets"
 NOT_AS_LONG = f"{NAME} is not as long as its type and shape say"
 
@@ -99,25 +88,18 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "data that overlap": (_entry(data_offsets=[0, 48]), "leave a gap, or overlap, at byte 0 of the data"),
     "a place too much": (_entry(data_offsets=[112, 160, 160]), NOT_AS_LONG),
     "a negative size": (_entry(shape=[-3, -4]), NO_ENTRY),
-    "a size that is true": (_entry(shape=[True, 12]), NO_ENTRY),
-    "a size that overflows": (_entry(shape=[1 << 64, 4]), NO_ENTRY),
-    "sizes whose product takes minutes": (lambda it: _entry(shape=[1 << 62] * 300_000)(_untold(it)), NO_ENTRY),
     "10^12 entries": (_entry(shape=[HUGE, HUGE]), NOT_AS_LONG),
     "10^12 entries in 48 bytes": (_entry(shape=[HUGE, HUGE], data_offsets=[112, 112 + 4 * HUGE**2]), "leave a gap, or"),
     "an unknown type": (_entry(dtype="Q8"), NO_ENTRY),
-    "a type that is a list": (_entry(dtype=[]), NO_ENTRY),
-    "a name twice": (_twice, f"the key '{NAME}' appears twice"),
     "a name of two lines": (_header(lambda it: it.update({LONG: it.pop(NAME)})), r"differ in A\\nerror: \\x1b"),
     "no offsets": (_untold, "titan.index differ in embed.weight"),
     "offsets that are a list": (_sharding("[]"), "DCP_SHARDING_INFO is no table"),
     "offsets nested deep": (_sharding("[" * 200_000), "nested too deep"),
-    "offsets with a number of 10,000 digits": (_sharding("1" * 10_000), "is not a valid safetensors file"),
     "an offset that is no table": (_offsets([0, 0]), NO_OFFSETS),
     "an offset that is no list": (_offsets({"saved_offsets": 0}), NO_OFFSETS),
-    "an offset that is no number": (_offsets({"saved_offsets": [math.nan, 0]}), NO_OFFSETS),
     "a negative offset": (_offsets({"saved_offsets": [-1, 0]}), NO_OFFSETS),
     "an offset too few": (_offsets({"saved_offsets": [0]}), NO_OFFSETS),
-    "another place": (_offsets({"saved_offsets": [1, 0]}), UNLIKE),
+    "another place": (_offsets({"saved_offsets": [1, 0]}), f"and titan.index differ in {NAME}"),
 }
 """Name -> (change of a data file, what is said)."""
 

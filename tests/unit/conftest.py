@@ -20,6 +20,18 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
 
 
 @pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`titan checkpoint` with words: its exit code, its output and what it says of errors."""
+    from titan import cli  # three seconds, which tests without it need not wait
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = cli.main(["checkpoint", *map(str, words)])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
 def held_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """No folder can be removed, as on NFS while somebody has a file of it open; returns what lets go of them."""
 

@@ -47,6 +47,9 @@ def test_a_branch_is_kept_until_its_successor_has_as_many(told: Callable[[], lis
     assert (
         f"the first save abandons step-00000011, step-00000013 in {back}; kept" in text and "until 3 are saved" in text
     )
+    (back / "step-00000014.tmp").mkdir()
+    assert _train(back, "never", keep=3) == 0 and steps_in(back) == [9, 11, 13], "what is unfinished goes"
+    assert "the first save abandons step-00000009, step-00000011, step-00000013 in" in told()[1]
 
 
 @pytest.mark.parametrize(("name", "damage"), [(DATA, halve), (DATA, flip), (STATE, halve), (MANIFEST, Path.unlink)])

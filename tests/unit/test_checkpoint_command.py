@@ -10,7 +10,6 @@ import torch
 
 from bench import mutations
 from tests.checkpoints import flip, names_in
-from titan import cli
 from titan.checkpoint.disk.folder import step_folder, tidy
 from titan.checkpoint.disk.manifest import INDEX, data_file
 from titan.errors import CheckpointError
@@ -30,15 +29,6 @@ def folder(tmp_path: Path) -> Path:
     (saver.folder / "step-00000040.tmp").mkdir()
     (saver.folder / "notes").mkdir()
     return saver.folder
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def call(*words: object) -> tuple[int, str, str]:
-        code = cli.main(["checkpoint", *map(str, words)])
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 def test_list(folder: Path, say: Say) -> None:

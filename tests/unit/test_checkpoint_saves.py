@@ -1,4 +1,4 @@
-"""Saves of one process: which one a run resumes from, what is left and said when one fails, what is on disk when."""
+"""Saves of one process: what is left and said when one fails, what is on disk when."""
 
 import errno
 import os
@@ -21,35 +21,13 @@ from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.restore import Saved
 from titan.checkpoint.state import Aside, Snapshot
-from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, UnreadableError
+from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, FolderError, UnreadableError
 
 
 def save(folder: Path, *steps: int) -> None:
     checkpointer, (parts, optimizer) = checkpointer_of(folder), made()
     for step in steps:
         checkpointer.save(step, parts, optimizer, {})
-
-
-def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
-    checkpointer = checkpointer_of(tmp_path, keep=2)
-    assert checkpointer.find("auto") is checkpointer.find("never") is None
-    with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
-        checkpointer.find("required")
-    save(tmp_path, 900, 1000)
-    first, newest, unfinished = (tmp_path / f"step-0000{name}" for name in ("0900", "1000", "1001.tmp"))
-    unfinished.mkdir()
-    assert checkpointer.find("auto") == checkpointer.find("required") == newest
-    assert not unfinished.exists() and told() == []
-    assert checkpointer.find(str(first)) == first and checkpointer.find("never") is None
-    assert [text.partition(" in ")[0] for text in told()] == [
-        "the first save abandons step-00001000",
-        "the first save abandons step-00000900, step-00001000",
-    ]
-    with pytest.raises(CheckpointError, match="no such folder"):
-        checkpointer.find(str(tmp_path / "elsewhere"))
-    checkpointer.save(10, *made(), {})  # begun again: older by its step, newer by its commit
-    assert steps_in(tmp_path) == [10, 900, 1000]
-    assert checkpointer.find("auto") == tmp_path / "step-00000010"
 
 
 def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
@@ -134,15 +112,14 @@ def test_what_fails_while_a_save_is_given_up(
     assert str(failed.value).endswith(f" failed: rank 0: [Errno 5] Input/output error; then {then}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, EXIT_FAILED), (errno.EACCES, EXIT_WRONG_INPUT)])
-def test_data_that_cannot_be_read(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     checkpointer = checkpointer_of(tmp_path)
     path = checkpointer.find("auto")
-    monkeypatch.setattr(Path, "open", raising(OSError(number, os.strerror(number))))
-    with pytest.raises(CheckpointError, match=rf"safetensors cannot be read: {os.strerror(number)}") as failed:
+    monkeypatch.setattr(Path, "open", raising(OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(CheckpointError, match="safetensors cannot be read: Stale file handle") as failed:
         checkpointer.load(path, *made(), {}, ())
-    assert failed.value.exit_code == code
+    assert failed.value.exit_code == EXIT_FAILED
 
 
 @pytest.mark.parametrize("code", [EXIT_FAILED, EXIT_WRONG_INPUT])

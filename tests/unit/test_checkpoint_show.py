@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench import mutations
-from titan import cli
 from titan.checkpoint import storage
 from titan.checkpoint.disk import index, plan
 from titan.checkpoint.state import Stacked
@@ -57,28 +56,19 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def call(*words: object) -> tuple[int, str, str]:
-        code = cli.main(["checkpoint", "show", *map(str, words)])
-        return (code, *capsys.readouterr())
-
-    return call
-
-
 def test_the_tensors_of_the_newest_are_shown_without_reading_data(path: Path, say: Say) -> None:
     for file in path.rglob("*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))
-    code, out, err = say(path.parents[1])
+    code, out, err = say("show", path.parents[1])
     head, _, table = out.partition("\n\n")
     assert (code, err, table) == (0, "", SHOWN)
     assert head.splitlines()[0].split() == ["path", str(path)] and "2 ranks (tp 2), PyTorch" in head
     assert "\nweights     37 parameters, 3 tensors, " in head and "\nstacked     2 tensors: " in head
-    told = json.loads(say(path, "--json", "--tensor", "layers.2.*")[1])
+    told = json.loads(say("show", path, "--json", "--tensor", "layers.2.*")[1])
     kinds = {each["kind"]: each["files"] for each in told["tensors"]}
     assert kinds == {"weights": ["rank-00000.safetensors"], "techniques": ["techniques/rank-00001.safetensors"]}
     assert told["step"] == 5 and told["kinds"]["optimizer"] == {"tensors": 1, "bytes": 88} and told["stacked"] == 2
-    code, out, err = say(path, "--norms")
+    code, out, err = say("show", path, "--norms")
     assert code == 2 and out == "" and "is not a valid safetensors file" in err
 
 
@@ -86,7 +76,7 @@ def test_norms_are_those_of_the_tensors(path: Path, say: Say, monkeypatch: pytes
     monkeypatch.setattr(stored_tensors, "READ_AT_ONCE", 3)
     stacked = [*TENSORS["model.norm"], *TENSORS["optimizer.layers.2.w.exp_avg"]]
     wanted = [TENSORS["model.layers.2.w"], TENSORS["model.layers.10.w"], *stacked]
-    shown = json.loads(say(path, "--norms", "--json")[1])["tensors"]
+    shown = json.loads(say("show", path, "--norms", "--json")[1])["tensors"]
     assert [each["name"] for each in shown][2:4] == ["norm[0]", "norm[1]"]
     for each, tensor in zip(shown[:6], wanted, strict=True):
         finite = tensor.double()[tensor.isfinite()]
@@ -96,7 +86,8 @@ def test_norms_are_those_of_the_tensors(path: Path, say: Say, monkeypatch: pytes
         assert each["shape"] == list(tensor.shape)
     rest = [[each[key] for key in ("l2", "max_abs", "non_finite")] for each in shown[6:]]
     assert rest == [[None, None, 2], [None, None, None]]
-    assert say(path, "--norms", "--tensor", "*avg[[]1]")[1].split()[-6:-1] == ["1", "12.218", "3.6839", "5", "0"]
+    _, out, _ = say("show", path, "--norms", "--tensor", "*avg[[]1]")
+    assert out.split()[-6:-1] == ["1", "12.218", "3.6839", "5", "0"]
 
 
 def test_what_cannot_be_shown_is_refused(path: Path, say: Say, tmp_path: Path) -> None:
@@ -110,8 +101,8 @@ def test_what_cannot_be_shown_is_refused(path: Path, say: Say, tmp_path: Path) -
         (tmp_path / "dcp",): "PyTorch's default checkpoint format; convert it with `titan convert",
     }
     for words, told in refused.items():
-        code, out, err = say(*words)
+        code, out, err = say("show", *words)
         assert code == 2 and out == "" and told in err, words
     os.truncate(path / "rank-00001.safetensors", 9)
-    code, out, err = say(path)
+    code, out, err = say("show", path)
     assert code == 2 and out == "" and "is damaged: rank-00001.safetensors has 9 bytes, its manifest says" in err

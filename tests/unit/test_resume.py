@@ -19,8 +19,11 @@ QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
+INJECTED = ("--plugins.path", str(TEST_PLUGINS), "--plugins.inject_nan.steps", "3")
+
+
 def table(*words: str) -> dict[str, Any]:
-    return dict(load_job(QUICK, words, 1).table)
+    return dict(load_job(QUICK, [*INJECTED, *words], 1).table)
 
 
 def saved(fingerprint: str = "f", **more: Any) -> dict[str, Any]:
@@ -106,6 +109,7 @@ def test_lists_are_compared_entry_by_entry() -> None:
 
 SECTIONS = ("validation", "comm", "metrics", "loss", "mesh")
 KEYS = ("train.non_finite", "data.packing", "optimizer.betas", "model.norm_eps", "checkpoint.async")
+OF_A_TECHNIQUE = "plugins.inject_nan.rank"
 
 
 def lacking(*path: str) -> dict[str, Any]:
@@ -116,7 +120,7 @@ def lacking(*path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("path", [*SECTIONS, *KEYS])
+@pytest.mark.parametrize("path", [*SECTIONS, *KEYS, OF_A_TECHNIQUE])
 def test_what_the_version_that_saved_did_not_know_is_no_change_while_it_is_the_default(path: str) -> None:
     assert compare(lacking(*path.split(".")), table(), "f") == Changes()
 
@@ -124,17 +128,10 @@ def test_what_the_version_that_saved_did_not_know_is_no_change_while_it_is_the_d
 def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_default() -> None:
     (said,) = compare(lacking("loss"), table("--loss.z_loss", "1e-4", "--validation.every", "5"), "f").said
     assert said.startswith("loss.z_loss = 0.0001, the checkpoint has 0.0")
+    (said,) = compare(lacking(*OF_A_TECHNIQUE.split(".")), table(f"--{OF_A_TECHNIQUE}", "2"), "f").said
+    assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
     with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05"):
         compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f")
-
-
-def test_a_technique_that_lacked_an_option_had_its_default() -> None:
-    words = ("--plugins.inject_nan.steps", "3", "--plugins.path", str(TEST_PLUGINS))
-    old = saved(config=table(*words))
-    del old["config"]["plugins"]["inject_nan"]["rank"]
-    assert compare(old, table(*words), "f") == Changes()
-    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f").said
-    assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
 
 
 def test_sections_that_are_known_no_longer_are_said() -> None:
