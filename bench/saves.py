@@ -106,9 +106,7 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
 
 
 def _more_figures(found: Mapping[str, Any]) -> Iterator[Figure]:
-    """Those that older results lack."""
-    if "load_s" not in found:
-        return
+    """Those of loads, removals and memory."""
     loads = {who: statistics.median(each) for who, each in found["load_s"].items()}
     read = loads[READ] / loads[TORCH_LOAD]
     shown, met = f"{read:.2f} ({1e3 * loads[READ]:.0f} ms)", read <= LOAD_TARGET
