@@ -4,7 +4,7 @@ A checkpoint is a folder `step-NNNNNNNN`:
 
     rank-NNNNN.safetensors               weights, the optimizer's state and generators' states that a rank wrote
     techniques/rank-NNNNN.safetensors    tensors of techniques' state
-    state.json                           everything else: step, place in the data, config, numbers
+    state.json                           everything else: step, place in the data, config, numbers, ancestors
     titan.index                          which tensors there are, and who wrote which chunk of them
     tokenizer/                           copies of the tokenizer's files
     manifest.json                        size and SHA-256 of each of these, to detect damage
