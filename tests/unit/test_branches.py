@@ -1,5 +1,6 @@
 """Histories of a run that went back: which checkpoint `auto` goes on from, what is kept, and what the list draws."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from bench.mutations import build, checkpointer
 from tests.checkpoints import flip, halve, steps_in
 from titan import cli
-from titan.checkpoint.disk.folder import choose, step_folder
+from titan.checkpoint.disk.folder import choose, read_state, step_folder
+from titan.checkpoint.disk.lineage import MOST_STARTS
 from titan.checkpoint.disk.manifest import MANIFEST, STATE, data_file
 from titan.errors import CheckpointError
 
@@ -107,3 +109,11 @@ def test_back_twice_and_to_another_run(back: Path, capsys: pytest.CaptureFixture
     assert drawn == [["* 8", "* 9", "|-* 10", "| * 12", "* 11"], ["* 14", "|-* 16", "* 15"]]
     assert cli.main(["checkpoint", "rm", str(back), "--abandoned", "--yes"]) == 0 and steps_in(back) == [8, 9, 11]
     assert cli.main(["checkpoint", "rm", str(other), "--keep", "2", "--yes"]) == 0 and steps_in(other) == [14, 15]
+
+
+def test_a_lineage_without_bounds_is_none(back: Path) -> None:
+    for lineage in ([["a", 1]] * (MOST_STARTS + 1), [["a" * 17, 1]], [], [["a", "1"]], [["a"]]):
+        state = json.loads((step_folder(back, 9) / STATE).read_text())
+        (step_folder(back, 9) / STATE).write_text(json.dumps(state | {"lineage": lineage}))
+        with pytest.raises(CheckpointError, match="has no valid lineage"):
+            read_state(step_folder(back, 9))

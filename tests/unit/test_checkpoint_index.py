@@ -80,3 +80,9 @@ def test_ranks_that_differ_and_names_of_two_lines_are_refused() -> None:
         plan.make([table_of(("model.a", *kind, ((0,), (1,)))) for kind in (("F32", [2]), ("BF16", [1]))])
     with pytest.raises(CheckpointError, match=r"no tensor can be called model\.a\\nb in"):
         plan.make([table_of(("model.a\nb", "F32", [1], ((0,), (1,))))])
+
+
+def test_a_rank_below_zero_has_no_file() -> None:
+    tensor = StoredTensor("rest.techniques.x.y", torch.float32, torch.Size([1]), (np.zeros(1, np.int64),), 0)
+    with pytest.raises(ValueError, match="which its manifest does not list"):
+        index.check(index.Index({tensor.name: tensor}, np.full(1, -1, np.int32), np.zeros(1, np.int64)), {})
