@@ -49,8 +49,8 @@ class Saved:
         entries = ranks.first(lambda: folders.check_sizes(path))
         by_size = sorted(entries, key=lambda name: (-entries[name].size, name))
         mine = by_size[ranks.rank :: ranks.size]  # about as many bytes as any other rank
-        if faults := [*chain(*ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine))))]:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
+        faults = ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine)))
+        folders.refuse_damaged(path, [*chain(*faults)])
         others = ranks.first(lambda: manifest.unlisted(path, entries))
         if others and ranks.rank == 0:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
@@ -58,8 +58,8 @@ class Saved:
         sizes = manifest.data_sizes(entries)
         index = ranks.first(lambda: indexes.read(path / manifest.INDEX, sizes))
         headers = [name for name in mine if name in sizes]
-        if faults := [*chain(*ranks.gather(ranks.each(lambda: storage.wrong_headers(path, index, headers))))]:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
+        faults = ranks.gather(ranks.each(lambda: storage.wrong_headers(path, index, headers)))
+        folders.refuse_damaged(path, [*chain(*faults)])
         return cls(path, state, index)
 
     @cached_property

@@ -133,11 +133,12 @@ def check_sizes(path: Path) -> dict[str, FileEntry]:
     """What the manifest of a checkpoint lists; a CheckpointError where not all is there in the size it had."""
     _check_names(path)
     entries = listed(path)
-    _refuse(path, manifest.wrong_sizes(path, entries).values())
+    refuse_damaged(path, manifest.wrong_sizes(path, entries).values())
     return entries
 
 
-def _refuse(path: Path, faults: Collection[str]) -> None:
+def refuse_damaged(path: Path, faults: Collection[str]) -> None:
+    """Raise a CheckpointError where a checkpoint has faults."""
     if faults:
         raise CheckpointError(f"{path} is damaged: {'; '.join(faults)}")
 
@@ -157,7 +158,7 @@ def survey(folder: Path, *, sizes: bool = True) -> list[Found]:
         try:
             if sizes:
                 entries = check_sizes(path)
-                _refuse(path, manifest.wrong_hashes(path, entries, [STATE]))  # it says what the newest is
+                refuse_damaged(path, manifest.wrong_hashes(path, entries, [STATE]))  # it says what the newest is
             else:
                 _check_names(path)
             state = read_state(path)
