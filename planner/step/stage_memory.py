@@ -45,6 +45,8 @@ class StageMemory:
     later: moments of all backwards but the step's first.  left: bytes of gradients that exist from the first one on.
         Without a `GatherPolicy`, the first backward makes them layer by layer, and others add to them.
     scratch: bytes on the device that the update takes besides state.
+    unfit: of the gradient of an embedding table, which is made last, in place of copies and gradients that were cast:
+        no free piece of the allocator is as large.
     """
 
     def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: LayerMemory) -> None:
@@ -73,6 +75,8 @@ class StageMemory:
         if costs.gather is not None:
             self.gathered = sum(self.sizes) * costs.itemsize * (costs.gather.gather_every != "use")
             self.summed = self._summed(costs.gather.reduce_every == "step")
+        elif costs.casts:
+            self.gathered = (sum(self.sizes) - _Buffers(self).tables) * costs.itemsize
         self.moments = list(self._moments())
         once = costs.gather is not None and costs.gather.reduce_every == "step" and costs.micro_batches > 1
         reductions = list(self._reductions())
@@ -83,6 +87,7 @@ class StageMemory:
             self.moments += [each._replace(buffers=each.buffers + self.scratch) for each in ready]
         self.sharded = self.summed * (costs.gather is not None and costs.gather.reduce_every == "micro_batch")
         self.reducing = max((each.reducing for each in (*self.moments, *self.reductions)), default=0.0)
+        self.unfit = _Buffers(self).table * (costs.casts and costs.micro_batches == 1)
         self.left, self.later = 0.0, self.moments
         if costs.gather is None and costs.gradients_freed:
             self._add_ends()
@@ -97,9 +102,10 @@ class StageMemory:
         """
         self.left, table = self.held["gradients"], _Buffers(self).table
         waits = table * (self.costs.tied and self.stage.head)
-        self.later = [moment._replace(gradients=waits * (moment.gone > 0)) for moment in self.moments]
+        narrow = _Buffers(self).layer * self.costs.itemsize * self.costs.casts
+        self.later = [moment._replace(gradients=narrow + waits * (moment.gone > 0)) for moment in self.moments]
         for moments, gradients in ((self.moments, self.left + 2 * waits), (self.later, table + 2 * waits)):
-            moments.append(Moment(self.kept, self.layer.hidden, gradients))
+            moments.append(Moment(self.kept, self.layer.hidden, gradients, -self.gathered))
 
     def _saved(self, layers: Sequence[int]) -> float:
         """Bytes on the device that these layers save per micro batch."""
@@ -138,6 +144,8 @@ class StageMemory:
             scratch = 4 * max((max(op.scratch, op.fixed_scratch) for op in others), default=0)
             fetched = self._hosted(layers[-1:])
             yield Moment(0.0, words * costs.itemsize + scratch + fetched, *_Buffers(self).at_loss())
+            if costs.casts:
+                yield Moment(0.0, self.layer.hidden, *_Buffers(self).in_layer(0, 0.0))
         count = len(layers)
         first = {count - 2, count - 1} if costs.gather is None and costs.gradients_freed else set[int]()
         for number in ({0, 1} | first) & set(range(count)):
@@ -209,6 +217,11 @@ class _Buffers:
         self.pile_up = not any(held.gathered_units for held in gradients)
 
     @property
+    def tables(self) -> float:
+        """Parameters of embedding tables that the head does not share."""
+        return sum(self.sizes[: self._before])
+
+    @property
     def table(self) -> float:
         """Bytes of the gradient of the largest embedding table."""
         tables = self.sizes[: self._before]
@@ -237,7 +250,11 @@ class _Buffers:
         if self.rules is None and not self.costs.gradients_freed:
             return 0.0, 0.0
         if self.rules is None:
-            done = (self.head + number * self.layer) * self.pile_up
+            before = self.head + number * self.layer
+            done = before * self.pile_up
+            if self.costs.casts:  # a layer's gradients are there in both dtypes when its backward ends
+                ended, narrow = made if made == self.layer else 0.0, made * self.costs.itemsize
+                return (done + ended) * self._width + narrow, -(before + ended) * self.costs.itemsize
             return min((done + made) * self._width, self.stage.held["gradients"]), 0.0
         waiting = self.layer if number or made == self.layer else self.head
         gathered = self._gathered(self.layer if self._alone else 2 * self.layer)

@@ -1,7 +1,8 @@
 """Replicated data parallelism: every rank holds the whole model state, and gradients are all-reduced.
 
 Built on FSDP2's replicate, so buckets are the model's units, the all-reduce of one overlaps the backward of the next,
-and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.15704.
+and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.15704. A rank that has all of the model, and
+no other to sum gradients with, only casts.
 
 Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once per step, however many micro
 batches.
@@ -43,6 +44,8 @@ class DistributedDataParallel(Technique):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients per step, overlapped with the last backward."""
+        if _is_alone(job):
+            return costs.casting()
         summed = CollectiveCost(
             axes=("dp_replicate", *job.layout.axes_of("sliced")),
             collective="all_reduce",
@@ -62,6 +65,9 @@ class DistributedDataParallel(Technique):
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
+        if _is_alone(context.job):
+            part.cast_parameters(context.spec, context.precision)
+            return
         replicas, policy = ("dp_replicate", *context.mesh.layout.axes_of("sliced")), context.precision.policy()
         for module, axis in part.folded(context.mesh):
             replicate(module, mesh=context.mesh.flat(replicas, without=axis), mp_policy=policy)
@@ -79,3 +85,7 @@ class DistributedDataParallel(Technique):
         for root in self._roots:
             root.set_is_last_backward(last)
             root.set_requires_gradient_sync(last)
+
+
+def _is_alone(job: Job) -> bool:
+    return job.layout.degree("dp_replicate") * job.layout.degree_of("sliced") == 1 and job.needs_no_shards

@@ -10,8 +10,10 @@ for backward) and reduces P once; 2 gathers once and keeps P from forward to bac
 step for any number of micro batches, and holds P gathered parameters and P gradients in the reduce dtype meanwhile.
 Bytes sent per gather or reduction: (n-1)/n of P in the dtype moved.
 
-Applies mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. This
-holds at degree 1 too, so that a lower precision means the same on one rank as on many.
+Applies mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. A
+rank that has all of the model, at degree 1 of all axes, only casts: parameters as a forward begins, and the gradients
+of each unit when its backward ends. Copies of embedding tables are not made there, but of the rows looked up.
+`zero_stage = 3` casts again for each use, as on many ranks, by FSDP2.
 
 Limits: a pipeline schedule that splits the backward reduces once per step, so zero_stage 2 and 3 are refused with it.
 """
@@ -101,6 +103,12 @@ class FullyShardedDataParallel(Technique):
         several = job.micro_batches > 1 or job.layout.degree_of("layers") > 1
         return self.config.zero_stage or (1 if several else 2)
 
+    def _is_alone(self, job: Job) -> bool:
+        """Whether a rank gathers from nobody, and keeps what it has cast until the backward."""
+        replicas = job.layout.degree("dp_replicate") if _replicates(job) else 1
+        ranks = job.layout.degree("dp_shard") * job.layout.degree_of("sliced") * replicas
+        return ranks == 1 and job.needs_no_shards and self._stage_of(job) < 3
+
     def unset_options(self, job: Job) -> list[dict[str, Any]]:
         """The fastest stage, or the one that holds least."""
         return [{"zero_stage": self._stage_of(job)}, {"zero_stage": 3}]
@@ -111,6 +119,8 @@ class FullyShardedDataParallel(Technique):
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         every: Literal["step", "micro_batch"] = "step" if stage == 1 else "micro_batch"
         replicated = _replicates(job)
+        if self._is_alone(job):
+            return costs.casting()
         return replace(
             costs,
             state=tuple(replace(each, axes=tuple(dict.fromkeys((*each.axes, *shard)))) for each in costs.state),
@@ -154,6 +164,10 @@ class FullyShardedDataParallel(Technique):
         """Wrap each unit, then the rest with the part itself."""
         pipelined = context.job.layout.degree_of("layers") > 1
         self._stage = self._stage_of(context.job)
+        # Tensors with a gather of their own, such as float8 ones, are cast by it.
+        if self._is_alone(context.job) and not any(hasattr(p, "fsdp_pre_all_gather") for _, p in part.parameters()):
+            part.cast_parameters(context.spec, context.precision)
+            return
         replicated = _replicates(context.job)
         shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))
         dimensions = (("dp_replicate",), shards) if replicated else (shards,)

@@ -101,9 +101,13 @@ def test_a_tied_table_is_added_once_by_each_stage_that_has_it() -> None:
     assert adding["true", 2] == pytest.approx(adding["false", 2])
 
 
-@pytest.mark.parametrize(("stage", "bytes_"), [(1, (10 + 16) / 12), (2, 10 + 14 + 11), (3, 2 * 10 + 14 + 11)])
-def test_a_rank_alone_copies_where_others_gather_and_reduce(stage: int, bytes_: float) -> None:
-    """In bf16 a gather casts 4 to 2 bytes and copies them, a reduction copies 2 (stage 1: 4) to 4, and copies these."""
-    words = (*LLAMA, "12", *BF16, "--plugins.fsdp.zero_stage", str(stage))
-    assert costs_of(job_of(*words)).copied_bytes == pytest.approx(bytes_)
-    assert costs_of(job_of(*words, "--mesh.dp_shard", "2")).copied_bytes == 0
+@pytest.mark.parametrize(("stage", "micro_batches", "bytes_"), [(1, 12, 6), (2, 1, 6 + 6), (3, 12, 2 * 10 + 14 + 11)])
+def test_a_rank_alone_casts_where_others_gather_and_reduce(stage: int, micro_batches: int, bytes_: float) -> None:
+    """In bf16 parameters are cast from 4 to 2 bytes and the gradients of a single micro batch back.
+
+    FSDP2, with stage 3: a gather casts 4 to 2 bytes and copies them, a reduction copies 2 to 4, and copies these.
+    """
+    settings = (*BF16, "--plugins.fsdp.zero_stage", str(stage))
+    alone, two = (job_of(*LLAMA, str(micro_batches * n), *settings, "--mesh.dp_shard", str(n)) for n in (1, 2))
+    assert costs_of(alone).copied_bytes == pytest.approx(bytes_)
+    assert costs_of(two).copied_bytes == 0

@@ -91,6 +91,15 @@ class Job(Sections, Protocol):
         return self.train.global_batch_size * self.data.seq_len
 
     @property
+    def needs_no_shards(self) -> bool:
+        """Whether a rank that data parallelism leaves alone needs none of its wrappers (`ModelPart.cast_parameters`).
+
+        It has all of the model on its device, and adds gradients of micro batches up in the dtype that keeps them.
+        """
+        whole = self.layout.degree_of("slices", "layers") == 1 and not self.stating("weights_on_host")
+        return whole and (self.precision.store_dtype == self.precision.reduce_dtype or self.micro_batches == 1)
+
+    @property
     def separable_updates(self) -> bool:
         """Whether the optimizer can update some parameters before others (`Optimizer.separable`)."""
         return bool(self.optimizer.separable)

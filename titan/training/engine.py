@@ -31,6 +31,7 @@ class SequentialEngine:
             for technique in self.techniques:
                 technique.before_microbatch(index, len(batches))
             self.parts[0].forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
+        self.parts[0].restore()
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titan.contracts.base.batch import Batch
+from titan.contracts.base.casts import CastParameters
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
@@ -82,6 +83,7 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         self.runner = self.module
+        self._casts: CastParameters | None = None
         arguments = inspect.signature(type(self.module).forward).parameters
         takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
         self._inputs = ["documents", *(name for name in ("seeds", "lengths") if takes_any or name in arguments)]
@@ -144,8 +146,19 @@ class ModelPart:
             forward = wraps[at](forward) if at in wraps else forward
         module.forward = forward
 
+    def cast_parameters(self, spec: ModelSpec, precision: Precision) -> None:
+        """Compute in mixed precision without a wrapper: in phase "shard", on a rank that has nothing to gather."""
+        if precision.param_dtype != precision.store_dtype:
+            self._casts = CastParameters(self.module, self.units(spec), precision.param_dtype)
+
+    def restore(self) -> None:
+        """Take copies back from modules that no gradient has reached, after the backwards of a step."""
+        if self._casts is not None:
+            self._casts.restore()
+
     def release(self) -> None:
-        """Free parameters that a forward without a backward has gathered: steps and state dicts need the shards."""
+        """Free what a forward without a backward has gathered or cast: steps and state dicts need the shards."""
+        self.restore()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -39,7 +39,7 @@ docs/plugin_technique.md has a worked technique and optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from titan.contracts.base.cost.operations import REGIONS as REGIONS
@@ -255,6 +255,8 @@ class Costs:
     accumulate_bytes: bytes read and written per parameter and micro batch, in the mean, to add the gradients of a micro
         batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
     copied_bytes: the same, to copy parameters and gradients where a group of one rank gathers and reduces them.
+    casts: as a forward begins, parameters are copied in the compute dtype, but for embedding tables of their own. A
+        unit's copies are freed when its backward ends, and its gradients are cast then.
     update_bytes: read and written per parameter in the update; before any optimizer by norm and clipping, 4 to 12.
     updated_over: axes whose ranks share the update.  matrix_work: matrix products of the update; None: it has none.
     after_update_bytes: bytes per parameter, shared over `updated_over`, that exist only after the update, when
@@ -300,6 +302,7 @@ class Costs:
     gradients_freed: bool = False
     accumulate_bytes: float = 0.0
     copied_bytes: float = 0.0
+    casts: bool = False
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
     matrix_work: MatrixWork | None = None
@@ -320,6 +323,16 @@ class Costs:
     sent_over: tuple[str, ...] = ()
     loss_chunks: int = 1
     loss_in_forward: bool = False
+
+    def casting(self) -> "Costs":
+        """With parameters that are cast, if they need to be, and neither gathered nor reduced.
+
+        A micro batch reads the stored ones and writes copies. The gradients of a single one are read and written again.
+        """
+        if self.itemsize == self.store_itemsize:
+            return self
+        gradients = (self.itemsize + self.store_itemsize) * (self.micro_batches == 1)
+        return replace(self, casts=True, copied_bytes=self.store_itemsize + self.itemsize + gradients)
 
     @property
     def tokens(self) -> int:
