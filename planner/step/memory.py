@@ -140,8 +140,8 @@ def _of_place(
         sharded = sum(stage.sharded for stage in mine)
         reducing = max(state["gradients"], sharded + max(stage.reducing for stage in mine))
         cached += max(computing, masks + update, after) + reducing - (activations + gradients + buffers)
-    if device.stream_pools:
-        cached += max(stage.unfit for stage in mine)
+    if costs.casts and device.stream_pools:
+        cached = max(device.fragmented * buffers, *(stage.unfit for stage in mine))
     overhead = device.reserved_gib * GIB
     return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, cached, overhead, hosted)
 

@@ -40,6 +40,27 @@ def test_it_is_on_at_degree_one(one_rank: Outcome, tmp_path: Path) -> None:
     assert fp32.loss != one_rank.loss and fp32.loss == pytest.approx(one_rank.loss, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--model.tied", "true"),
+        ("--train.micro_batch_size", "1"),
+        ("--plugins.activation_checkpoint.mode", "full"),
+    ],
+    ids=["untied", "tied", "micro batches", "recomputed"],
+)
+def test_a_rank_alone_casts_to_the_bits_of_a_gather(words: tuple[str, ...], tmp_path: Path) -> None:
+    """FSDP2 gathers on one rank too with zero_stage = 3, from nobody."""
+    settings = (*BF16, *SAVING, "--train.steps", "3", *words, "--plugins.fsdp.zero_stage")
+    cast, gathered = (train_job(tmp_path / stage, 1, *settings, stage) for stage in ("2", "3"))
+    assert (cast.loss, cast.grad_norm) == (gathered.loss, gathered.grad_norm) and cast.loss
+    step = Path("run", "checkpoints", "step-00000003")
+    ours, theirs = (saved_tensors(tmp_path / stage / step) for stage in ("2", "3"))
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_weights_and_optimizer_state_stay_float32(tmp_path: Path) -> None:
     train_job(tmp_path, 1, *BF16, *SAVING, "--train.steps", "1")
     saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000001")

@@ -22,7 +22,6 @@ ONCE = ("--train.global_batch_size", "1")
 COMPILED = ("--plugins.compile.enabled", "true")
 EAGER = ("--plugins.compile.enabled", "false")
 STAGE_3 = ("--plugins.fsdp.zero_stage", "3")
-SHORT = ("--data.seq_len", "2048")
 RESERVED = {
     "1B": ((*B1, *ONCE, *COMPILED, *STAGE_3), 28.30, 33.26),
     "8B, 8 layers": ((*B8, *ONCE, *COMPILED, *STAGE_3), 44.50, 53.65),
@@ -30,7 +29,6 @@ RESERVED = {
     "3B, selective, micro batches": ((*B3, *FOUR_TIMES, *COMPILED, *SELECTIVE, *STAGE_3), 63.85, 65.91),
     "cast: 1B": ((*B1, *ONCE, *COMPILED), 29.42, 30.43),
     "cast: 1B, micro batches": ((*B1, *FOUR_TIMES, *COMPILED), 35.00, 35.04),
-    "cast: 1B, short": ((*B1, *ONCE, *COMPILED, *SHORT), 22.40, 23.88),
     "cast: 8B, 8 layers": ((*B8, *ONCE, *COMPILED), 46.03, 47.71),
     "cast: 8B, 8 layers, micro batches": ((*B8, *FOUR_TIMES, *COMPILED), 56.09, 56.26),
     "cast: 1B, eager": ((*B1, *ONCE, *EAGER), 31.42, 32.48),

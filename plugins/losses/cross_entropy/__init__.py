@@ -202,9 +202,7 @@ def _cost_in_chunks(costs: Costs, words: int, size: int) -> Costs:
     logits, slices = costs.share("logits") * words / chunks, weights / costs.cut("tp_sharded")
     others = max((op.scratch for op in costs.head if isinstance(op, Elementwise)), default=0) / chunks
     others = max([others, *(op.fixed_scratch for op in costs.head if isinstance(op, Elementwise))])
-    # The kernel, which only logits of all words have, works in registers.
-    own = _scratch(logits, costs.itemsize) * (costs.cut("tp_sharded") > 1)
-    passing, held = max(own, others), tokens * costs.dim  # the hidden states
+    passing, held = max(_scratch(logits, costs.itemsize), others), tokens * costs.dim  # the hidden states
     if not plain:  # also the gradient of a chunk's logits, and what autograd keeps of it and works with, or that of W
         passing = max(passing, 2 * len(rest) * logits * costs.itemsize / 4)
         second = slices * costs.itemsize / 4
