@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.state import model_tensors
 from titan.config import Job
-from titan.contracts import IGNORE, Batch, Document, Mesh, shard_of
+from titan.contracts import IGNORE, Batch, Document, Engine, Loss, Mesh, shard_of
 from titan.data.samples.stream import Stream
 from titan.data.tokens.prepare import open_made
 from titan.data.tokens.shards import Shard
@@ -43,11 +43,13 @@ from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference.load_model import Trained, missing_row
 from titan.log import log
 from titan.ranks.turns import from_first
-from titan.training.validation import Score, nats_and_tokens, perplexity, totals
+from titan.training.validation import perplexity, totals
 
 ROUND = 16
 """Batches are as long as their longest window, rounded up to this many tokens."""
 
+Score = Callable[[Tensor, Tensor], Tensor]
+"""(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
 Numbers = dict[str, float | int | None]
 Watch = Callable[[int], None]
 """Told of so many tokens that are done."""
@@ -100,7 +102,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     shards = from_first(lambda: open_made(job.sources[0].plugin, job.tokenizer), trained.rank)
     documents = islice(_documents(trained, counted, shards), reading.limit or None)
     pieces = (w for ids in documents for w in windows([*start, *ids], length, reading.stride or length))
-    nats, tokens = _scored(pieces, trained, reading, watch, nats_and_tokens(job.loss), 2)
+    nats, tokens = _scored(pieces, trained, reading, watch, _nats_and_tokens(job.loss), 2)
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
     if counted.lost.lost:
@@ -144,7 +146,12 @@ def _scored(
 ) -> list[float]:
     """The sums of all ranks, nats first; where these are not finite, names a weight of this rank that is not either."""
     batches = _dealt(pieces, trained, reading.batch_size, watch)
-    sums = totals(trained.engine, trained.context, batches, score, values)
+
+    def of_logits(engine: Engine, batch: Batch) -> Tensor | None:
+        logits = engine.forward(batch)
+        return None if logits is None else score(logits, batch.labels)
+
+    sums = totals(trained.engine, trained.context, batches, of_logits, values)
     if math.isfinite(sums[0]):
         return sums
     for name, tensors in model_tensors(trained.parts).items():
@@ -234,9 +241,18 @@ def _dealt(pieces: Iterable[Window], trained: Trained, size: int, watch: Watch) 
         watch(sum(window.predicted for window in group))
 
 
+def _nats_and_tokens(loss: Loss) -> Score:
+    """The cross-entropy that a loss reports, and the number of tokens that it is of."""
+
+    def score(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.stack([loss.compute(logits, labels)[1].double(), (labels != IGNORE).sum().double()])
+
+    return score
+
+
 def _known_words(job: Job, mesh: Mesh) -> Score:
     """Nats, tokens, and the number of rows whose labels are all most probable, wherever their positions are."""
-    summed = nats_and_tokens(job.loss)
+    summed = _nats_and_tokens(job.loss)
     counts = mesh.layout.index_of(mesh.rank, "sliced") == 0  # a row is one, on however many ranks it lies
 
     def score(logits: Tensor, labels: Tensor) -> Tensor:

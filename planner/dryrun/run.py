@@ -110,9 +110,9 @@ class _Followed:
             self._engine.forward_backward(batches)
         self._watch.sweep()
 
-    def forward(self, batch: Batch) -> Tensor | None:
+    def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:
         """As the wrapped engine, with the step position recorded."""
-        return self._engine.forward(batch)
+        return self._engine.forward(batch, labels)
 
 
 def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:

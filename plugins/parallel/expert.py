@@ -32,7 +32,7 @@ from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Mod
 from titan.contracts.base.cost import CollectiveCost, Matmul, When
 from titan.contracts.base.sharding import slice_parameters
 from titan.contracts.base.spec import nearest
-from titan.layers.experts import Experts, StackedLinear
+from titan.layers.experts import Experts, StackedLinear, gather_rows, inverse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,10 @@ def _compute(experts: Experts, group: str, ranks: int, rows: Tensor, counts: Ten
     sent, received = _sizes(rows, counts, arriving, ranks)
     here = torch.arange(each, device=rows.device).repeat(ranks)
     by_expert = here.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
-    results = experts.compute(_exchanged(rows, group, received, sent)[by_expert], arriving.view(ranks, -1).sum(0))
-    by_rank = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=rows.device))
-    return _exchanged(results[by_rank], group, sent, received)
+    by_rank = inverse(by_expert)
+    sorted_rows = gather_rows(_exchanged(rows, group, received, sent), by_expert, by_rank)
+    results = experts.compute(sorted_rows, arriving.view(ranks, -1).sum(0))
+    return _exchanged(gather_rows(results, by_rank, by_expert), group, sent, received)
 
 
 def _sizes(rows: Tensor, counts: Tensor, arriving: Tensor, ranks: int) -> tuple[list[int], list[int]]:

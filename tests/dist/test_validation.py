@@ -64,11 +64,11 @@ def assert_booked(run: Path) -> None:
     ("ranks", "words"),
     [
         swept_case((1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"])),
-        (2, [*mesh(cp=2), ZERO, "3"]),
+        (2, [*mesh(cp=2), ZERO, "3", "--loss.chunk_tokens", "5"]),
         swept_case((3, [*mesh(dp_shard=3), ZERO, "3", "--train.global_batch_size", "6"])),
-        swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"])),
+        swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full", "--loss.chunk_tokens", "5"])),
         swept_case((4, [*mesh(dp_shard=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "ZBVZeroBubble"])),
-        (2, mesh(pp=2)),
+        (2, [*mesh(pp=2), "--loss.chunk_tokens", "5"]),
     ],
     ids=lambda words: "" if isinstance(words, int) else " ".join(words).replace("--", ""),
 )
@@ -147,6 +147,29 @@ def kinds_of_parameters(overrides: list[str]) -> tuple[set[str], bool]:
     validate(run)
     trainer.close(run)
     return {type(p).__name__ for part in run.parts for _, p in part.parameters()}, run.parts[0].module.training
+
+
+def logits_at_a_time(overrides: list[str]) -> set[int]:
+    """On one rank: of how many tokens a validation makes logits at a time."""
+    run = build.build(job := load_job(LLAMA, overrides, 2), process.join(job))
+    tokens, compute = set[int](), run.job.loss.compute
+
+    def counted(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens.add(labels.numel())
+        return compute(logits, labels)
+
+    run.job.loss.compute = counted  # type: ignore[method-assign]
+    validate(run)
+    trainer.close(run)
+    return tokens
+
+
+@pytest.mark.parametrize("words", [mesh(tp=2), swept_case(mesh(cp=2)), mesh(pp=2)], ids=["tp", "cp", "pp"])
+def test_there_are_no_more_logits_at_a_time_than_in_training(words: list[str], tmp_path: Path) -> None:
+    text = validation(tmp_path)
+    places = ["--run.dir", str(tmp_path), "--data.cache", str(tmp_path), "--data.path", text[-1]]
+    found = run_ranks(logits_at_a_time, 2, [*places, *text, *words, "--loss.chunk_tokens", "5"], init=False)
+    assert [max(tokens, default=0) for tokens in found] == [0 if "--mesh.pp" in words else 5, 5]
 
 
 @pytest.mark.parametrize("words", [[*mesh(dp_shard=2), ZERO, "1"], mesh(dp_replicate=2)], ids=["fsdp", "ddp"])

@@ -19,6 +19,7 @@ from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
 from titan.config import Job, load_job, without_effect
 from titan.contracts.base.cost import Attention
+from titan.data.samples.samples import to_device
 from titan.errors import ConfigError, PluginError
 from titan.layers.attention import AttentionCore
 from titan.machine import standing_in_for
@@ -35,6 +36,8 @@ PACKABLE: list[dict[str, Any]] = [{}, {"scale": 0.7}, {"window": 3}, {"window": 
 FLEXIBLE: list[dict[str, Any]] = [{}, {"scale": 0.7, "window": 3}, {"slopes": SLOPES}]
 FLEXIBLE += [{"soft_cap": 0.5}, {"soft_cap": 1.5, "slopes": SLOPES, "window": 4}]
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 7, [0] * 13, [3] * 12 + [4]])
+ENDS = [0, 5, 6, 13, 26, 38, 39]
+"""Where they end in rows laid end to end."""
 
 
 def _inputs(kv_heads: int) -> list[Tensor]:
@@ -95,11 +98,21 @@ def test_the_operation_is_what_pytorch_asks_of_one() -> None:
     torch.library.opcheck(by_document._by_document, (*_inputs(2), DOCUMENTS, 3, 0.5))
 
 
+def test_documents_that_the_loader_has_copied_are_not_read_back() -> None:
+    """Meta tensors cannot be; those that are made from a copy must be."""
+    _, _, documents, _ = to_device((DOCUMENTS, DOCUMENTS, DOCUMENTS, None), torch.device("meta"))
+    assert documents is not None and documents.is_meta and by_document.runs_of(documents).host == ENDS
+    with pytest.raises(NotImplementedError, match="meta"):
+        by_document.runs_of(documents[:2])
+    _, _, here, _ = to_device((DOCUMENTS, DOCUMENTS, DOCUMENTS, None), torch.device("cpu"))
+    assert here is DOCUMENTS and by_document.runs_of(here[1:]).host == [0, 13, 25, 26]
+
+
 def test_documents_are_read_once_and_forgotten_with_them() -> None:
     documents = DOCUMENTS.clone()
     runs = by_document.runs_of(documents)
     assert runs is by_document.runs_of(documents)
-    assert runs.host == [0, 5, 6, 13, 26, 38, 39] == runs.ends.tolist()
+    assert runs.host == ENDS == runs.ends.tolist()
     assert runs.longest == 13
     slices = [(0, slice(6, 13)), (1, slice(0, 13)), (2, slice(0, 12))]
     assert list(runs.pieces(13, 0))[2:5] == [(row, at, at) for row, at in slices]

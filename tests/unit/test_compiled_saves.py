@@ -43,6 +43,7 @@ def test_a_feed_forward_saves_what_its_costs_state(case: str, compiled: bool) ->
     assert widths(make(DIM, FFN), compiled) == [FFN] * round((stated - DIM) / FFN)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch, while it compiles
 def test_experts_save_one_tensor_less_where_they_are_compiled() -> None:
     chosen = torch.stack([torch.arange(TOKENS) % 4, (torch.arange(TOKENS) + 1) % 4], dim=1)
     experts, weights = Experts(4, DIM, FFN), torch.full((TOKENS, 2), 0.5)

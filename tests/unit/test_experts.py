@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from tests.sweeps import swept_case
 from titan.errors import ConfigError, PluginError
 from titan.layers import experts as layers
-from titan.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
+from titan.layers.experts import Experts, SideLoss, StackedLinear, gather_rows, inverse, stacked_product
 from titan.plugins.models.moe import MixtureOfExperts
 from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, _imbalance
 
@@ -72,6 +73,32 @@ def test_a_token_gets_the_weighted_sum_of_its_experts() -> None:
     wanted = torch.stack(rows)  # type: ignore[arg-type]
     torch.testing.assert_close(experts(x, chosen, weights), wanted)
     assert experts.computed == 14
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch, while it compiles
+def test_rows_and_their_gradients_are_those_of_indexing(copies: int, compiled: bool) -> None:
+    order = torch.randperm(7 * copies)
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    above = torch.randn(7 * copies, 5, dtype=torch.float64)
+    gather = torch.compile(gather_rows, backend="aot_eager", fullgraph=True) if compiled else gather_rows
+    rows = gather(x, order, inverse(order), copies)
+    assert torch.equal(rows, x[order // copies])
+    (expected,) = torch.autograd.grad(x[order // copies], x, above)
+    torch.testing.assert_close(torch.autograd.grad(rows, x, above)[0], expected)
+
+
+def test_gradients_of_a_row_s_copies_are_added_in_their_order_and_rounded_once() -> None:
+    """Whichever experts come first, and with nothing that adds rows up one by one."""
+    x, above = torch.randn(7, 8, requires_grad=True), torch.randn(7, 4, 8).bfloat16()
+    for order in (torch.arange(28), torch.randperm(28), torch.arange(28).flip(0)):
+        rows = gather_rows(x.bfloat16(), order, inverse(order), 4)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+            (gradient,) = torch.autograd.grad(rows, x, above.flatten(0, 1)[order])
+        assert torch.equal(gradient, above.sum(1).float())
+        assert not {"aten::index_put_", "aten::_index_put_impl_", "aten::index_add_"} & {e.name for e in seen.events()}
+    torch.testing.assert_close(gradient, above.double().sum(1).float(), rtol=2**-8, atol=0)
 
 
 def test_two_techniques_cannot_both_replace_experts() -> None:

@@ -1,5 +1,6 @@
 """Projection and cross-entropy in chunks of tokens are those of all logits: sums, gradients, and what is held."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,18 @@ def test_chunks_are_all_logits_at_once(kind: str, z_loss: float, chunk: int) -> 
     for name, expected in whole.items():
         told = partial("{}: {}".format, name)
         torch.testing.assert_close(chunks[name], expected, rtol=1e-6, atol=1e-6, msg=told)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_without_gradients_chunks_are_all_logits_at_once(kind: str) -> None:
+    head, (hidden, labels), made = _head(kind), _inputs(), list[tuple[int, ...]]()
+    loss = CrossEntropy(Config(z_loss=0.01, chunk_tokens=4))
+    head.register_forward_hook(lambda _, __, logits: made.append(logits.shape))
+    with torch.no_grad():
+        chunks = loss.of_hidden(hidden, labels, Projection(head, head, VOCAB))
+        torch.testing.assert_close(chunks, loss.compute(head(hidden), labels), rtol=1e-6, atol=1e-6)
+    assert {math.prod(shape[:-1]) for shape in made[:-1]} == {4, 2}, "18 tokens, 4 at a time"
+    assert loss.measure()["z_loss"] is None
 
 
 class _Idle(nn.Linear):

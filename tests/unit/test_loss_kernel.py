@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from titan.plugins.losses.cross_entropy.rows import Slice, kernel_for, look, wri
 ROOT = Path(__file__).parents[2]
 SIGNATURE = {"out": "*{0}", "logits": "*{0}", "labels": "*i64"}
 SIGNATURE |= {"factor": "*fp32", "reported": "*fp32", "squared": "*fp32"}
-SIGNATURE |= {"out_stride": "i32", "stride": "i32", "words": "i32"}
-SIGNATURE |= {"z_loss": "fp32", "ignore": "constexpr", "block": "constexpr"}
+SIGNATURE |= {"out_stride": "i32", "stride": "i32", "count": "i32", "words": "i32"}
+SIGNATURE |= {"z_loss": "fp32", "ignore": "constexpr", "block": "constexpr", "stages": "constexpr"}
 
 
 def test_arguments_of_kernels_have_annotations_of_triton_alone() -> None:
@@ -33,19 +34,25 @@ def test_arguments_of_kernels_have_annotations_of_triton_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_kernel_compiles(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an H100. A cache of its own: it compiles each time."""
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles(capability: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an A100, H100 and B200, with blocks fetched ahead. A cache of its own: it compiles each time."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from titan.plugins.losses.cross_entropy.kernel import BLOCK, _row
+    from titan.plugins.losses.cross_entropy.kernel import BLOCK, STAGES, _rows
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {name: kind.format(dtype) for name, kind in SIGNATURE.items()}
-    source = ASTSource(_row, signature, {"ignore": IGNORE, "block": BLOCK})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-    assert made.asm["cubin"]
+    constants = {"ignore": IGNORE, "block": BLOCK, "stages": STAGES}
+    aligned = [list(SIGNATURE).index(name) for name in ("out", "logits", "out_stride", "stride", "words")]
+    source = ASTSource(_rows, signature, constants, {(at,): [["tt.divisibility", 16]] for at in aligned})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16, "enable_fp_fusion": True}
+    )
+    assert made.asm["cubin"] and "cp.async.cg.shared.global" in made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024 // 2, "two programs share an SM"
 
 
 def test_the_kernel_interpreted_is_what_pytorch_computes() -> None:
@@ -53,9 +60,14 @@ def test_the_kernel_interpreted_is_what_pytorch_computes() -> None:
     code = f"""
 import torch
 from {__name__} import compare
+from titan.plugins.losses.cross_entropy import kernel
 for words in (37, 8192, 20_000):
     for dtype in (torch.float32, torch.bfloat16):
-        compare("cpu", words, 0.01, dtype)
+        found = []
+        for programs in (1, 7, 33):
+            kernel._rows_at_once = lambda *_: programs
+            found.append(compare("cpu", words, 0.01, dtype))
+        assert all(torch.equal(x, y) for each in found[1:] for x, y in zip(found[0], each, strict=True))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -71,8 +83,8 @@ def test_the_kernel_is_what_pytorch_computes(words: int, z_loss: float, dtype: t
     compare("cuda", words, z_loss, dtype)
 
 
-def compare(device: str, words: int, z_loss: float, dtype: torch.dtype) -> None:
-    """The kernel against what PyTorch computes there."""
+def compare(device: str, words: int, z_loss: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The kernel against what PyTorch computes there. Returns the kernel's sums and gradient."""
     from titan.plugins.losses.cross_entropy.kernel import loss_and_gradient as kernel
 
     generator = torch.Generator(device).manual_seed(0)
@@ -90,6 +102,22 @@ def compare(device: str, words: int, z_loss: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(sums, rows.sums(labels, z_loss), rtol=1e-6, atol=1e-6)
     bounds = {"rtol": 2**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-7}
     torch.testing.assert_close(logits, expected, **bounds)
+    return *sums, logits
+
+
+@pytest.mark.parametrize(
+    ("l2_mb", "sms", "row_bytes", "rows"),
+    [(50, 132, 2 * 128_256, 132), (50, 132, 4 * 128_256, 68), (50, 132, 2 * 32_000, 528), (50, 132, 1 << 30, 1)],
+)
+def test_rows_in_work_fit_into_the_cache(
+    l2_mb: int, sms: int, row_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from titan.plugins.losses.cross_entropy import kernel
+
+    properties = SimpleNamespace(L2_cache_size=l2_mb << 20, multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert kernel._rows_at_once.__wrapped__(row_bytes, torch.device("cuda", 0)) == rows
 
 
 @pytest.mark.gpu

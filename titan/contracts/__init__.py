@@ -13,6 +13,8 @@ underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedu
 from titan.contracts.base.batch import IGNORE as IGNORE
 from titan.contracts.base.batch import Batch as Batch
 from titan.contracts.base.batch import Document as Document
+from titan.contracts.base.batch import copy_to as copy_to
+from titan.contracts.base.batch import host_values as host_values
 from titan.contracts.base.cost import Costs as Costs
 from titan.contracts.base.layout import Axis as Axis
 from titan.contracts.base.layout import AxisFact as AxisFact

@@ -79,14 +79,15 @@ class Loss(Plugin, ABC):
         labels: [B, S] int64, the next token or IGNORE. With no valid token, both sums are 0.
 
         `objective` is differentiated. `reported` has no graph and is the cross-entropy in nats that the logs show. Both
-        are equal on all ranks that split V. Called by `of_hidden`, and in validation and evaluation, on ranks that have
-        the last pipeline stage. Collectives are allowed only over the ranks that split V. Draws no random numbers.
+        are equal on all ranks that split V. Called by `of_hidden`, and in evaluation, on ranks that have the last
+        pipeline stage. Collectives are allowed only over the ranks that split V. Draws no random numbers.
         """
 
     def of_hidden(self, hidden: Tensor, labels: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
         """The same sums from the hidden states [B, S, D] that the projection to logits is about to be applied to.
 
-        Called in training, inside of the forward of the last stage, in place of the projection's own.
+        Called in training, and in validation without gradients, inside of the forward of the last stage, in place of
+        the projection's own.
         project: may be called several times, on parts of the positions, so that a loss need not make all logits at
             once. It also has the parameters, for a loss that makes their gradients itself.
         """

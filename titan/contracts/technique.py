@@ -121,8 +121,11 @@ class Engine(Protocol):
         technique has put on the modules reduce gradients over data-parallel ranks here. Nothing clears or clips them.
         """
 
-    def forward(self, batch: Batch) -> Tensor | None:
+    def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:
         """Logits [B, S, V] of a micro batch, at `batch.positions`; None on ranks that do not have the last stage.
+
+        labels: [B, S], in validation: to be given to the last stage alone, which then returns the loss that it reports,
+            a float32 sum over these positions in nats. Where V is split, all ranks that share it have the whole sum.
 
         Called under `torch.no_grad` in eval mode, by every rank with a micro batch of its own and the same shape.
         """

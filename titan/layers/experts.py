@@ -78,6 +78,38 @@ def _has_kernel(*tensors: Tensor) -> bool:
     return aligned and all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[0] > 0 for t in tensors)
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`, int64 [R]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows in another order, whose gradient is gathered too: indexing's own sorts the rows again to add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(back)
+        return x[order // copies if copies > 1 else order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        found = gradient[back]
+        if ctx.copies > 1:
+            found = found.view(-1, ctx.copies, found.shape[-1]).sum(1)
+        return found, None, None, None
+
+
+def gather_rows(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """Each row of x [T, D] as often as `copies` says, by a permutation of the T copies rows: -> [T copies, D].
+
+    order, back: int64 [T copies], a permutation and its inverse. Copies of a row are neighbours before it.
+    The gradients of a row's copies are added in that order, whatever the permutation is, and rounded once.
+    """
+    return _GatherRows.apply(x, order, back, copies)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class StackedLinear(nn.Module):
     """E linears without biases, of which each is applied to its own rows.
 
@@ -127,13 +159,12 @@ class Experts(nn.Module):
         x: [T, D].  chosen: [T, k] int64, numbers of experts, different for a token.  weights: [T, k].
         The sum over k is taken in the order of `chosen`, however rows are sorted and wherever they are computed.
         """
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        rows = x[order // chosen.shape[1]]
+        order = chosen.flatten().argsort(stable=True)
+        back = inverse(order)
+        rows = gather_rows(x, order, back, chosen.shape[1])
         operation = self.compute if self.operation is None else self.operation
-        results = operation(rows, rows_per_expert(chosen, self.stack))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return torch.bmm(weights[:, None].to(x.dtype), results[back].view(*chosen.shape, -1)).squeeze(1)
+        results = gather_rows(operation(rows, rows_per_expert(chosen, self.stack)), back, order)
+        return torch.bmm(weights[:, None].to(x.dtype), results.view(*chosen.shape, -1)).squeeze(1)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Results [R, D] of rows [R, D] sorted by expert; counts [E] of the experts whose weights this rank holds."""

@@ -34,9 +34,9 @@ class SequentialEngine:
         self.parts[0].restore()
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Tensor | None:
-        """Logits [B, S, V] of one micro batch of this rank, without gradients."""
-        return self.parts[0].forward(batch.tokens, batch)
+    def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:
+        """Logits [B, S, V] of one micro batch of this rank, or with labels its reported loss, without gradients."""
+        return self.parts[0].forward(batch.tokens, batch, labels)
 
 
 class Strict:
@@ -75,9 +75,9 @@ class Strict:
                     "all ranks; register the buffer with persistent=False, or write to it in a technique's after_step"
                 )
 
-    def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of one micro batch, from the engine that this one checks."""
-        return self.inner.forward(batch)
+    def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:
+        """Logits or reported loss of one micro batch, from the engine that this one checks."""
+        return self.inner.forward(batch, labels)
 
     def _generators(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}
@@ -124,7 +124,8 @@ class StepLoss:
     """The loss of a step: sums over tokens divided once by the global number of valid tokens, never a mean of means.
 
     It is the end of the last stage: the forward of the projection to logits returns the objective, where the stage is
-    called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it.
+    called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it. Without
+    gradients, as in validation, it returns the reported sum of the micro batch, and the step's is left as it is.
 
     reported: the cross-entropy that this rank has seen in the step.
     scales: those of the techniques, by which the objective is multiplied; `reported` is left as it is.
@@ -156,10 +157,12 @@ class StepLoss:
         return args, kwargs
 
     def _project(self, project: Projection, hidden: Tensor) -> Tensor:
-        """Logits [B, S, V], or the objective of a micro batch as its share of the step's mean."""
+        """Logits [B, S, V], the objective of a micro batch as its share of the step's mean, or its reported sum."""
         labels, self._labels = self._labels, None
         if labels is None:
             return project(hidden)
+        if not torch.is_grad_enabled():
+            return self._loss.of_hidden(hidden, labels, project)[1]
         project = replace(project, factor=self.scaled(1 / self._tokens))
         objective, reported = self._loss.of_hidden(hidden, labels, project)
         self.reported += reported.detach() / self._tokens

@@ -6,47 +6,47 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
+from titan.contracts import IGNORE, Batch, BuildContext, Engine
 from titan.data.samples.samples import Sample, Samples, stacked, to_device
 from titan.training.build import Run
-from titan.training.engine import evaluating, weights_to_use
+from titan.training.engine import evaluating, valid_tokens, weights_to_use
 from titan.training.phases import cut
 
-Score = Callable[[Tensor, Tensor], Tensor]
-"""(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
+Score = Callable[[Engine, Batch], Tensor | None]
+"""Runs the engine on a micro batch as techniques have cut it -> values to sum over all batches, float64 [K]; None
+on ranks that do not have the last stage."""
 
 
 def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
     """Sums of the `values` numbers that `score` gives, over the batches of all ranks. All ranks take part, with as many
-    batches each, and get the same numbers. Training does not notice."""
+    batches each, and get the same numbers. Training does not notice. Forwards run uncompiled."""
     sums = torch.zeros(values, dtype=torch.float64, device=context.device)
     with evaluating(context.parts):
         for whole in batches:
-            batch = cut(whole, context)
-            logits = engine.forward(batch)
-            if logits is not None:
-                sums += score(logits, batch.labels)
+            found = score(engine, cut(whole, context))
+            if found is not None:
+                sums += found
     return context.mesh.sum(sums, "dealt", "sliced", "layers", "own").tolist()
 
 
-def nats_and_tokens(loss: Loss) -> Score:
-    """The cross-entropy that a loss reports, and the number of tokens that it is of."""
-
-    def score(logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([loss.compute(logits, labels)[1].double(), (labels != IGNORE).sum().double()])
-
-    return score
-
-
 def validate(run: Run) -> None:
-    """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token."""
+    """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token.
+
+    The last stage ends with the loss, as in training: there are no more logits at a time than there.
+    """
     assert run.validation_samples is not None
     batches = _batches(run, run.validation_samples)
     with weights_to_use(run.optimizer):
-        nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
+        nats, tokens = totals(run.engine, run.context, batches, _nats_and_tokens, 2)
     run.validation_loss = nats / max(tokens, 1.0)
     loss = {"validation_loss": run.validation_loss, "validation_perplexity": perplexity(run.validation_loss)}
     run.trackers.log({"step": run.step, **loss, "time": run.meter.unix_time()})
+
+
+def _nats_and_tokens(engine: Engine, batch: Batch) -> Tensor | None:
+    """The cross-entropy that the loss reports, and the number of tokens that it is of."""
+    nats = engine.forward(batch, batch.labels)
+    return None if nats is None else torch.stack([nats.double(), valid_tokens([batch]).double()])
 
 
 def perplexity(nats: float) -> float:

@@ -52,7 +52,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 
-from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, copy_to, option, register
 from titan.contracts.base.cost import Attention
 from titan.errors import ConfigError, ConfigIssue
 from titan.layers.attention import AttentionCore, AttentionOperation, attention_cost
@@ -235,10 +235,10 @@ def _failure(backend: Name, setting: Setting, context: BuildContext) -> str:
         torch.ones(1, count, length, setting.head_dim, device=context.device, dtype=setting.dtype, requires_grad=True)
         for count in (heads[0], heads[1], heads[1])
     )
-    places = torch.arange(length, device=context.device)[None]
-    documents = places // 64 if "documents" in setting.has or backend == "varlen" else None
+    places = torch.arange(length)[None]
+    documents = copy_to(places // 64, context.device) if "documents" in setting.has or backend == "varlen" else None
     try:
-        _operation(backend, core)(q, k, v, places, documents).sum().backward()
+        _operation(backend, core)(q, k, v, places.to(context.device), documents).sum().backward()
     except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
     return ""

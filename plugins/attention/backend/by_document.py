@@ -7,8 +7,9 @@ L^2 / 2 scores, or L x window. PyTorch's kernel follows no window, so on a CPU a
 cut into pieces of 256 queries, with the keys that they see: L x (window + 255) scores, of which a mask leaves out
 those beyond the window.
 
-The host must know where runs end: it reads the documents of a micro batch once, for all layers, forward and backward.
-On a GPU it waits there for what was queued before.
+The host must know where runs end: it looks once per micro batch, for all layers, forward and backward. It has the
+documents that the loader has copied to the device. Those that are made there, as where a pipeline cuts a step into
+micro batches, are read back: on a GPU the host waits for what was queued before.
 """
 
 # B rows, S tokens, H query heads, K key-value heads, N head_dim.
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
+from titan.contracts import host_values
 from titan.layers.attention import AttentionCore, attend
 from titan.layers.products import attention_backward
 
@@ -67,7 +69,7 @@ _held: dict[int, tuple[weakref.ref[Tensor], Runs]] = {}
 
 
 def runs_of(documents: Tensor) -> Runs:
-    """The runs of documents [B, S]. Reads them on the host, once for each tensor."""
+    """The runs of documents [B, S], found by the host once for each tensor."""
     key = id(documents)
     held = _held.get(key)
     if held is None or held[0]() is not documents:
@@ -77,9 +79,9 @@ def runs_of(documents: Tensor) -> Runs:
 
 
 def _read(documents: Tensor) -> Runs:
-    last = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
-    host = [0, *(last.flatten().cpu().nonzero()[:, 0] + 1).tolist()]
-    return _placed(host, documents.device)
+    values = host_values(documents)
+    last = F.pad(values[:, 1:] != values[:, :-1], (0, 1), value=True)
+    return _placed([0, *(last.flatten().nonzero()[:, 0] + 1).tolist()], documents.device)
 
 
 @lru_cache(maxsize=8)

@@ -12,8 +12,9 @@ Where ranks hold slices of the vocabulary (Megatron-LM, arXiv 1909.08053, sectio
 the sum of exponentials of its slice, and the target's logit if it holds it; two all-reduces combine these. The gradient
 of a slice needs no further communication. Slices may be uneven or empty.
 
-In training, projection and loss run together on `chunk_tokens` tokens at a time, as Liger's fused linear cross-entropy
-does (arXiv 2410.10989). With hidden states h, weight W and logits x = h W^T of a chunk, right after its logits follow
+Projection and loss run together on `chunk_tokens` tokens at a time, as Liger's fused linear cross-entropy does (arXiv
+2410.10989), in training and in validation. With hidden states h, weight W and logits x = h W^T of a chunk, in training
+right after its logits follow
 
     g = d objective / d x, written over x;      d objective / d h = g W;      d objective / d W += g^T h.
 
@@ -32,9 +33,9 @@ Communication if the vocabulary is split: 12 bytes per token, in two all-reduces
 
 Limits: where a pipeline schedule has several micro batches between forward and backward of the last stage, such as
 GPipe, each holds D V e. With N < D that is more than logits: set `chunk_tokens` to N there, which keeps logits instead.
-Validation makes all logits of a micro batch at once. Sums and gradients are right for labels in [0, vocabulary) and
-IGNORE. Any other label makes the loss NaN. The backward runs once, and cannot be differentiated again. Logits are split
-on one mesh axis at most.
+Evaluation makes all logits of a micro batch at once; validation makes chunks. Sums and gradients are right for labels
+in [0, vocabulary) and IGNORE. Any other label makes the loss NaN. The backward runs once, and cannot be differentiated
+again. Logits are split on one mesh axis at most.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,8 +65,8 @@ class Config:
     )
     chunk_tokens: int | None = option(
         None,
-        "tokens whose logits exist at a time in training; a micro batch's or more: all logits, kept for the backward; "
-        "unset: so many that logits are about as large as hidden states, but 2,048 at least (256 on a CPU)",
+        "tokens whose logits exist at a time, except in evaluation; a micro batch's or more: all logits, kept for the "
+        "backward; unset: so many that logits are about as large as hidden states, but 2,048 at least (256 on a CPU)",
         at_least=1,
         unit="tokens",
     )
@@ -109,8 +110,13 @@ class CrossEntropy(Loss):
         """As `compute` of the projection of hidden states [B, S, D], with the logits of some tokens at a time."""
         kind, dim = kind_of(hidden.device), hidden.shape[-1]
         size = _chunk(self.config.chunk_tokens, labels.numel(), dim, project.words, kind)
-        if not size or not torch.is_grad_enabled():
+        if not size:
             return self.compute(project(hidden), labels)
+        if not torch.is_grad_enabled():
+            pairs = zip(torch.split(hidden.flatten(0, -2), size), torch.split(labels.flatten(), size), strict=True)
+            sums = [torch.stack(self.compute(project(states[None]), own[None])) for states, own in pairs]
+            objective, reported = torch.stack(sums).sum(0)
+            return objective, reported
         objective, reported, added = fused(hidden, labels, project, size, self.config.z_loss)
         self._note(added, labels)
         return objective, reported

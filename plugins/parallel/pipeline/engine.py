@@ -43,8 +43,8 @@ class Pipeline:
         self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of a micro batch on the rank of the last stage: one stage after the other."""
+    def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:
+        """Logits or reported loss of a micro batch on the rank of the last stage: one stage after the other."""
         self._hook()
         here = dist.get_rank(self.group)
         x = batch.tokens
@@ -52,7 +52,7 @@ class Pipeline:
             if stage and self.placement[stage - 1] != here:
                 x = self._hidden(batch.tokens.shape, self.context.device)
                 dist.recv(x, group=self.group, group_src=self.placement[stage - 1])
-            x = part.forward(x, batch)
+            x = part.forward(x, batch, labels if stage == self.last else None)
             if stage < self.last and self.placement[stage + 1] != here:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.placement[stage + 1])
         return x if self.last in self._at else None

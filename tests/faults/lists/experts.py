@@ -10,7 +10,11 @@ PADDED = f"{UNIT}::test_padding_takes_no_part_in_counts_entropies_and_gradients[
 
 FAULTS = (
     Fault("results of experts left in the order of the experts", LAYER,
-        "results[back].view", "results.view", (f"{UNIT}::test_a_token_gets_the_weighted_sum_of_its_experts",)),
+        "self.stack)), back, order)", "self.stack)), torch.arange(len(order)), order)",
+        (f"{UNIT}::test_a_token_gets_the_weighted_sum_of_its_experts",)),
+    Fault("gradients of a token's rows added as they are sorted by expert", LAYER,
+        "found = gradient[back]", "found = gradient",
+        (f"{UNIT}::test_rows_and_their_gradients_are_those_of_indexing",)),
     Fault("a stack's gradient of weights with its rows in another order", LAYER,
         "counts).transpose(1, 2) if of_weight", "counts).flip(1).transpose(1, 2) if of_weight",
         (f"{UNIT}::test_gradients_of_a_stack[counts0]",)),

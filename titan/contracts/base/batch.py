@@ -17,6 +17,23 @@ class Document:
     place: str
 
 
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, with its `host_values`. From pinned memory the host does not wait for it."""
+    copy = tensor.to(device=device, non_blocking=True)
+    if copy is not tensor:
+        copy.host_values = tensor  # type: ignore[attr-defined]
+    return copy
+
+
+def host_values(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory: what `copy_to` has copied, else read back, for which the host waits.
+
+    What is made from such a copy, such as a slice of it, is read back too. Nobody may change a copy in place.
+    """
+    values: Tensor | None = getattr(tensor, "host_values", None)
+    return tensor.cpu() if values is None else values
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro batch on one rank, on the rank's device. The host makes it; `Technique.batch` returns changed copies.
@@ -25,7 +42,7 @@ class Batch:
     positions that this rank has.
     tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
     documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where
-        attention may cross documents. Stays whole where ranks have slices of the sequence.
+        attention may cross documents. Stays whole where ranks have slices of the sequence. `host_values` has it.
     lengths: [B] int64, tokens of each whole sequence that are no padding, which follows them: those at positions below.
         None where the job's packing never pads. Labels do not tell: a token may have none, as in a prompt.
     positions: [B, S] int64, the place of each token in its sequence; by default 0 to S - 1.

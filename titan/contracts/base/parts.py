@@ -93,7 +93,7 @@ class ModelPart:
         """Run the part on tokens [B, S] or hidden states [B, S, D] of a batch, through `runner`, to hidden states.
 
         The last stage returns logits [B, S, V], or with labels [B, S] the objective: a scalar, this micro batch's share
-        of the step's mean.
+        of the step's mean; without gradients the reported loss, a sum over tokens in nats.
         """
         more = {} if labels is None else {"labels": labels}
         result: Tensor = self.runner(x, batch.positions, **{"documents": None, **self.inputs(batch), **more})

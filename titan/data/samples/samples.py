@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from titan.contracts import IGNORE
+from titan.contracts import IGNORE, copy_to
 from titan.data.samples.order import Mixture, in_epochs, mix
 from titan.data.samples.stream import Ints, Stream
 from titan.data.tokens.shards import Shard
@@ -48,7 +48,7 @@ def stacked(samples: Sequence[Sample]) -> Columns:
 
 def to_device(columns: Columns, device: torch.device) -> Columns:
     """Copies on the device; from pinned memory the host does not wait for them."""
-    return each(columns, lambda column: column.to(device=device, non_blocking=True))
+    return each(columns, lambda column: copy_to(column, device))
 
 
 def each(columns: Columns, change: Callable[[Tensor], Tensor]) -> Columns:
