@@ -84,7 +84,7 @@ FAULTS = (
     Fault("squares added up in the dtype of the weights", "plugins/optimizers/adafactor.py",
         "squares = gradient.float().square()", "squares = gradient.square()",
         ("tests/unit/test_optimizer_formulas.py::test_adafactor_adds_up_squares_of_bf16_in_float32",)),
-    Fault("small means left in the dtype of a checkpoint's weights", "plugins/optimizers/adamw_8bit.py",
+    Fault("small means left in the dtype of a checkpoint's weights", "plugins/optimizers/adamw_8bit/__init__.py",
         "mean.to(parameter.device, torch.float32)", "mean.to(parameter.device)",
         (f"{PURE_RUNS}::test_float32_state_stays_where_a_resumed_run_turns_pure_on_or_off[adamw_8bit]",)),
     Fault("matrices sent on in another order than they are received in", "plugins/optimizers/muon/dealing.py",
