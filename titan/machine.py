@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +46,19 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 def kind_of(device: torch.device) -> str:
     """ "cpu", "cuda", ...: the device's own type, or that of the device it stands in for."""
     return _stands_for.get() or device.type
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run there: on a GPU where Triton is installed.
+
+    So it is for meta tensors that stand in for a GPU's: what they would be given to allocates as there, and runs none.
+    """
+    return _has_triton() if device.type == "cuda" else device.type == "meta" and kind_of(device) == "cuda"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def total_gib(device: torch.device) -> float | None:

@@ -11,19 +11,20 @@ from titan.planner.dryrun import dry_run
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 from titan.plugins.optimizers import adamw, adamw_8bit
-from titan.plugins.optimizers.adamw_8bit import Codes
+from titan.plugins.optimizers.adamw_8bit import codes
+from titan.plugins.optimizers.adamw_8bit.codes import Codes
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
 def coded(numbers: torch.Tensor, signed: bool) -> Codes:
-    codes = Codes.zeros(numbers, signed)
-    codes.write(0, numbers.numel(), numbers.reshape(-1))
-    return codes
+    made = Codes.zeros(numbers, signed)
+    made.write(0, numbers.numel(), numbers.reshape(-1))
+    return made
 
 
-def plain(codes: Codes) -> torch.Tensor:
-    return torch.empty(codes.shape).copy_(codes)
+def plain(coded: Codes) -> torch.Tensor:
+    return torch.empty(coded.shape).copy_(coded)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -38,7 +39,7 @@ def test_codes_of_numbers_that_come_from_codes_are_the_same(signed: bool) -> Non
 def test_a_number_becomes_the_nearest_value_of_its_block(signed: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(1000, generator=generator) if signed else torch.rand(1000, generator=generator)
-    values = torch.tensor(adamw_8bit._map(signed))
+    values = torch.tensor(codes._map(signed))
     for begin in range(0, 1000, 256):
         block = numbers[begin : begin + 256]
         scale = block.abs().max()
@@ -96,9 +97,16 @@ def test_small_parameters_are_those_of_float32_adamw(transposed: bool) -> None:
 
 def test_pieces_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _trained(adamw_8bit.AdamW8Bit, adamw_8bit.Config(), 5)
-    monkeypatch.setattr(adamw_8bit, "_PIECE", 512)
+    monkeypatch.setattr(codes, "PIECE", 512)
     pieces = _trained(adamw_8bit.AdamW8Bit, adamw_8bit.Config(), 5)
     assert whole[0] == pieces[0] and all(torch.equal(a, b) for a, b in zip(whole[1], pieces[1], strict=True))
+
+
+def test_the_plan_counts_one_pass_on_a_gpu_and_those_of_pytorch_on_the_host() -> None:
+    words = ("--optimizer.name", "adamw_8bit", "--train.grad_clip", "0")
+    hosted = ("--plugins.fsdp.enabled", "true", "--plugins.offload.optimizer", "false", "--plugins.offload.parameters")
+    here, there = costs_of(job_of(*words)), costs_of(job_of(*words, *hosted, "true"))
+    assert here.update_bytes == 4 + 12 + 2 * 2 * (1 + 4 / 256) and there.update_bytes == 4 + 130
 
 
 LAYOUTS = {"one rank": [], "dp 2": mesh(dp_shard=2), "tp 2": mesh(tp=2), "pp 2": mesh(pp=2)}

@@ -12,8 +12,8 @@ from titan.planner.step.layout import costs_of
 from titan.plugins.optimizers.adamw import AdamW
 from titan.plugins.optimizers.adamw_8bit import AdamW8Bit
 from titan.plugins.optimizers.sgd import SGD
-from titan.plugins.precision import bf16
-from titan.plugins.precision.bf16 import BFloat16, Config, random_bits, rounded_stochastically
+from titan.plugins.precision.bf16 import BFloat16, Config, rounded
+from titan.plugins.precision.bf16.bits import random_bits, rounded_stochastically
 from titan.testing.contract import make_plugin
 
 MUON = ("--optimizer.name", "muon", "--plugins.path", "tests/guests/muon.py")
@@ -130,7 +130,7 @@ def test_pieces_do_what_one_update_of_all_does(monkeypatch: pytest.MonkeyPatch) 
         return [each.parameter.detach() for each in named]
 
     whole = weights()
-    monkeypatch.setattr(bf16, "PIECE", 40)
+    monkeypatch.setattr(rounded, "PIECE", 40)
     assert all(torch.equal(one, other) for one, other in zip(whole, weights(), strict=True))
 
 
@@ -190,5 +190,7 @@ def test_the_plan_halves_weights_gradients_and_state(optimizer: str, slots: int)
     found = [tuple(_bytes(c, part) for part in ("parameters", "gradients", "optimizer")) for c in (mixed, pure, kahan)]
     assert found == [(4, 4, 4 * slots), (2, 2, 2 * slots), (2, 2, 2 * slots + 2)]
     assert mixed.itemsize == pure.itemsize == 2
+    if optimizer == "adamw":  # three passes for norm and clipping; then one kernel reads 4 numbers and writes 3
+        assert pure.update_bytes == 3 * 2 + 14 and kahan.update_bytes == pure.update_bytes + 4
     assert "narrow_weights" in make_plugin("bf16", pure=True).facts() and not make_plugin("bf16").facts()
     assert job_of(*MUON, *PURE, "--plugins.bf16.rounding", "nearest").precision.store_dtype == torch.bfloat16

@@ -156,7 +156,7 @@ def grouped(
     found = [group for group in groups if group is not None]
     if found:
         resolved[Optimizer.section]["groups"] = [dict(group.stated) for group in found]
-    own = {name: getattr(plugin, name) for name in ("name", "separable", "takes_grad_scale", "Config")}
+    own = {name: getattr(plugin, name) for name in ("name", "separable", "takes_grad_scale", "rounds", "Config")}
     return type(type(plugin).__name__, (GroupedOptimizer,), own)(plugin, found)
 
 

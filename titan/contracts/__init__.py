@@ -59,3 +59,4 @@ from titan.contracts.tracker import Row as Row
 from titan.contracts.tracker import RunInfo as RunInfo
 from titan.contracts.tracker import Tracker as Tracker
 from titan.machine import kind_of as kind_of
+from titan.machine import runs_triton as runs_triton

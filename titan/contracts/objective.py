@@ -142,6 +142,16 @@ class Optimizer(Plugin, ABC):
     divides gradients by its attribute `grad_scale` and does nothing where `found_inf` is 1: float32 scalars on the
     device, absent before they are first set.
     """
+    rounds: ClassVar[bool] = False
+    """Whether one kernel updates weights in bf16 in place, with fp32 arithmetic, on devices that run Triton.
+
+    What `build` returns then has `step_rounded(streams, compensation)`. It updates parameters that have gradients, as
+    `step()` does, with weights, gradients and state of a parameter's shape in bf16. All that it stores is rounded
+    stochastically by the bits of `streams(parameter)` (`titan.layers.rounding`): weights by the bits themselves, and
+    the n-th slot of state, in order of names from 1, by the bits times `factor_of(n)`. compensation: not empty: the
+    slot of what rounding has lost. It is added to the weight before the update; the weight is rounded to nearest, and
+    what that lost as weights are otherwise.
+    """
 
     @abstractmethod
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:

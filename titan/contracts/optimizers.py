@@ -1,12 +1,31 @@
 """What optimizers are made of: PyTorch's AdamW on shards, and several optimizers as one, for groups of parameters."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan.contracts.base.sharding import shard_of
+
+
+class Stream(NamedTuple):
+    """Random bits of a parameter in an update: a key of Philox, of 64 bits, and the step, which is in its counter."""
+
+    key: int
+    step: int
+
+
+Streams = Callable[[nn.Parameter], Stream]
+
+
+def factor_of(number: int) -> int:
+    """By what the bits of a weight (0) are multiplied for its n-th slot of state.
+
+    An odd factor permutes 16 bits, so that a number's weight and state are not rounded by the same ones.
+    """
+    return 2 * 40503 * number + 1
 
 
 class AdamW(torch.optim.AdamW):
@@ -49,14 +68,19 @@ class JoinedOptimizer(torch.optim.Optimizer):
         makers = [getattr(optimizer, "state_like", None) for optimizer in self.optimizers]
         if all(makers):  # the others' state would not be where they look for it
             self.state_like = makers[0]
+        if all(hasattr(optimizer, "step_rounded") for optimizer in self.optimizers):
+            self.step_rounded = self._step_rounded
 
     def step(self, closure: Any = None) -> Any:
         """Step each; what the guard or a scaler of gradients has set here is set there."""
         for optimizer in self.optimizers:
-            for name in ("found_inf", "grad_scale"):
-                if hasattr(self, name):
-                    setattr(optimizer, name, getattr(self, name))
+            tell_scale(self, optimizer)
             optimizer.step()
+
+    def _step_rounded(self, streams: Streams, compensation: str) -> None:
+        for optimizer in self.optimizers:
+            tell_scale(self, optimizer)
+            optimizer.step_rounded(streams, compensation)  # type: ignore[attr-defined]
 
 
 class SwitchingOptimizer(JoinedOptimizer):
@@ -71,6 +95,13 @@ class SwitchingOptimizer(JoinedOptimizer):
         """The weights that are trained."""
         for optimizer in self.optimizers:
             getattr(optimizer, "train", lambda: None)()
+
+
+def tell_scale(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Give `inner` what the guard or a scaler of gradients has set of `outer` (`Optimizer.takes_grad_scale`)."""
+    for name in ("found_inf", "grad_scale"):
+        if hasattr(outer, name):
+            setattr(inner, name, getattr(outer, name))
 
 
 def with_switches(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

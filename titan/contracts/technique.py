@@ -253,7 +253,8 @@ class Technique(Plugin):
         and its `eval` and `train` where it has these (`Optimizer.build`). It keeps what it adds there, by a slot name
         of its own per parameter: so a checkpoint has it under canonical names, at any layout. One that keeps state
         elsewhere than the parameter has `state_like`. `step()` is not called where loss or gradient norm are not
-        finite: no collectives in it over an axis with weights of their own, whose ranks judge each for themselves.
+        finite, unless it has `_step_supports_amp_scaling` and skips by `found_inf` (`Optimizer.takes_grad_scale`): no
+        collectives in it over an axis with weights of their own, whose ranks judge each for themselves.
         """
         return optimizer
 

@@ -71,7 +71,7 @@ FAULTS = (
     Fault("memory without optimizer state", "planner/step/memory.py",
         "self.parameters + self.gradients + self.optimizer +", "self.parameters + self.gradients +",
         (f"{PREDICT}::test_the_command_prints_what_scripts_rely_on",)),
-    Fault("optimizer state that is not sharded", "plugins/optimizers/adamw.py",
+    Fault("optimizer state that is not sharded", "plugins/optimizers/adamw/__init__.py",
         "bytes_per_param=2 * size, axes=costs.updated_over", "bytes_per_param=2 * size, axes=()",
         (f"{COSTS}::test_state_in_bytes_a_parameter",)),
     Fault("communication of the wrong axis", "plugins/parallel/fsdp.py",

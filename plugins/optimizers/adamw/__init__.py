@@ -8,6 +8,7 @@ parameters are decayed.
 
 Cost: 8 bytes per parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and
 state (28 bytes read and written per parameter); half of both where weights are stored in 16 bits; no communication.
+Where those are rounded by random bits, a Triton kernel per parameter takes the place of PyTorch's on GPUs.
 Limits: building it imports torch's compiler, about one second.
 """
 
@@ -16,8 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, optimizers, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
 from titan.contracts.base.cost import PersistentState
+
+from . import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +46,14 @@ class AdamW(Optimizer):
     Config = Config
     separable = True
     takes_grad_scale = True
+    rounds = True
     default = True
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         for named in parameters:
             groups.setdefault(self._decays(named), []).append(named.parameter)
-        return optimizers.AdamW(
+        return rounded.AdamW(
             [
                 {"params": group, "weight_decay": self.config.weight_decay if decays else 0.0}
                 for decays, group in groups.items()
