@@ -5,7 +5,7 @@ tensor, wherever a shard of it begins. A kernel of an optimizer takes `places`, 
 `round_to` rounds one tensor. Both give the bits that `[plugins.bf16]` has without Triton.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # Triton looks up each annotation of a kernel by name, and knows its own alone.
 
 import math
