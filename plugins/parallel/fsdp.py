@@ -164,8 +164,7 @@ class FullyShardedDataParallel(Technique):
         """Wrap each unit, then the rest with the part itself."""
         pipelined = context.job.layout.degree_of("layers") > 1
         self._stage = self._stage_of(context.job)
-        # Tensors with a gather of their own, such as float8 ones, are cast by it.
-        if self._is_alone(context.job) and not any(hasattr(p, "fsdp_pre_all_gather") for _, p in part.parameters()):
+        if self._is_alone(context.job):
             part.cast_parameters(context.spec, context.precision)
             return
         replicated = _replicates(context.job)

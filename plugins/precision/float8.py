@@ -54,7 +54,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts import Batch, BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Elementwise, Matmul, Operation
 from titan.contracts.base.spec import glob_matches, nearest
 from titan.contracts.plugin.options import did_you_mean
@@ -139,6 +139,10 @@ class Float8(Technique):
                 f"a micro batch of {job.micro_batch} x {job.data.seq_len} tokens is {tokens} per rank, no multiple of "
                 f'{multiple} as weight gradients need; change either, or set recipe = "{self._high_precision()}"'
             )
+
+    def facts(self) -> dict[Fact, str]:
+        why = "[plugins.float8] fsdp_all_gather = true gives weights a gather of their own; set it to false"
+        return {"casts_in_gather": why} if self.config.fsdp_all_gather else {}
 
     def _high_precision(self) -> str:
         return "mxfp8_with_gw_hp" if self.config.mx else "rowwise_with_gw_hp"

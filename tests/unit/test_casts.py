@@ -111,6 +111,37 @@ def test_modules_compute_with_copies_and_gradients_find_none_left(model: Model) 
     assert model.unused.weight.dtype == torch.bfloat16  # until it is restored: no gradient has come
 
 
+def test_a_first_forward_without_gradients_leaves_them_to_the_second(model: Model) -> None:
+    gradients = expected(model)
+    casting, plain = cast(model), model.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.layers[0](model.table(ids))
+        return plain(ids)
+
+    model.forward = forward  # type: ignore[method-assign]
+    loss_of(model(IDS)).backward()  # type: ignore[no-untyped-call]
+    casting.restore()
+    assert_gradients(model, gradients)
+
+
+def test_an_embedding_whose_forward_was_replaced_keeps_it(model: Model) -> None:
+    gradients, calls = expected(model), list[torch.dtype]()
+    plain = model.table.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        calls.append(model.table.weight.dtype)
+        return plain(ids)
+
+    model.table.forward = forward  # type: ignore[method-assign]
+    casting = cast(model)
+    loss_of(model(IDS)).backward()  # type: ignore[no-untyped-call]
+    casting.restore()
+    assert calls == [torch.bfloat16]
+    assert_gradients(model, gradients)
+
+
 def test_an_evaluation_casts_once_and_gives_parameters_back(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     casting, weight = cast(model), model.head.weight
     with torch.no_grad():

@@ -16,7 +16,7 @@ from titan.paths import expanded
 Fact = Literal[
     "reduces_per_micro_batch", "one_backward", "moves_parameters", "sizes_from_values", "own_pace", "scales_loss",
     "narrow_weights", "computes_attention", "weights_on_host", "state_on_host", "updates_in_backward",
-    "wraps_optimizer", "skips_inductor", "unpartitioned",
+    "wraps_optimizer", "skips_inductor", "unpartitioned", "casts_in_gather",
 ]  # fmt: skip
 """What a technique can state about itself in `Technique.facts`.
 
@@ -39,6 +39,7 @@ scales_loss: until `after_backward`, gradients are those of the objective times 
 narrow_weights: weights and their gradients are stored in fewer bits than float32, which lose what is added up in them.
 skips_inductor: it compiles layers without inductor, and so without the passes of inductor over their graphs.
 unpartitioned: it compiles layers, but leaves it to autograd what their forward saves for the backward.
+casts_in_gather: weights are of a type with a gather of its own, which casts them.
 """
 
 
@@ -96,7 +97,8 @@ class Job(Sections, Protocol):
 
         It has all of the model on its device, and adds gradients of micro batches up in the dtype that keeps them.
         """
-        whole = self.layout.degree_of("slices", "layers") == 1 and not self.stating("weights_on_host")
+        elsewhere = self.stating("weights_on_host") or self.stating("casts_in_gather")
+        whole = self.layout.degree_of("slices", "layers") == 1 and not elsewhere
         return whole and (self.precision.store_dtype == self.precision.reduce_dtype or self.micro_batches == 1)
 
     @property

@@ -27,11 +27,13 @@ class SequentialEngine:
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches."""
-        for index, batch in enumerate(batches):
-            for technique in self.techniques:
-                technique.before_microbatch(index, len(batches))
-            self.parts[0].forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
-        self.parts[0].restore()
+        try:
+            for index, batch in enumerate(batches):
+                for technique in self.techniques:
+                    technique.before_microbatch(index, len(batches))
+                self.parts[0].forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.parts[0].restore()
 
     @torch.no_grad()
     def forward(self, batch: Batch, labels: Tensor | None = None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,11 @@ class CastParameters:
 
     What data-parallel wrappers do in mixed precision. All copies are made as the forward begins, in one call, and the
     modules of a unit compute with them from its own forward on. When all gradients of the unit are there, they have
-    their parameters back, and gradients are added up in the dtype of these. Hooks of a parameter see the first of a
-    step. Of an embedding that shares no parameter, the rows looked up are cast, to the same bits.
+    their parameters back, and gradients are added up in the dtype of these. Hooks of a gradient see that of the first
+    micro batch alone, as with FSDP2; hooks that run when gradients are accumulated see each sum. Of an embedding that
+    shares no parameter, the rows looked up are cast, to the same bits; read outside of it, its table is not cast.
+
+    Limit: a second forward before the backward of the first cannot be recomputed, as units are restored by then.
 
     units: of modules, as `ModelPart.units`. A parameter that several share is of the first, and those of none are one.
     """
@@ -51,9 +54,11 @@ class CastParameters:
         parameters: list[Tensor] = [parameter for unit in self._units for parameter in unit.parameters]
         copies = [copy for unit in self._units for copy in _allocated(unit.parameters, self._dtype)]
         with torch.no_grad():
-            torch._foreach_copy_(copies, parameters)
+            if copies:
+                torch._foreach_copy_(copies, parameters)
         for unit in self._units:
             unit.copies, copies = copies[: len(unit.parameters)], copies[len(unit.parameters) :]
+            unit.training = training
         self._units[-1].lend()
         self._evaluating = not training
 
@@ -65,7 +70,7 @@ class CastParameters:
                 if parameter is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                     places.setdefault(parameter, []).append((module._parameters, name))
         for module in self._module.modules():
-            if type(module) is nn.Embedding and len(places.get(module.weight, ())) == 1 and _is_plain(module):
+            if _is_plain(module) and len(places.get(module.weight, ())) == 1:
                 del places[module.weight]
                 module.forward = partial(_LookUp.apply, module.weight, self._dtype)  # type: ignore[method-assign]
         units = [_Unit(places, modules) for modules in self._modules]
@@ -76,13 +81,14 @@ class _Unit:
     """Parameters that modules compute with copies of from the first forward of one of them to its backward.
 
     places: of all parameters; those of this unit's modules are taken out.
-    copies: of the parameters, until they are lent to the modules.
+    copies: of the parameters, until they are lent to the modules.  training: the model's forward has gradients.
     """
 
     def __init__(self, places: dict[Tensor, Places], modules: Sequence[nn.Module]) -> None:
         own = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
         self._places = {parameter: places.pop(parameter) for parameter in own if parameter in places}
-        self.parameters, self.copies, self._lent = list(self._places), list[Tensor](), False
+        self.parameters, self.copies = list(self._places), list[Tensor]()
+        self.training = self._lent = False
         for module in modules if self.parameters else ():
             module.register_forward_pre_hook(lambda *_: self.lend())
 
@@ -93,8 +99,8 @@ class _Unit:
         """Let modules compute with the copies in place of parameters."""
         if self.copies:
             copies, self.copies, self._lent = self.copies, [], True
-            training = torch.is_grad_enabled()
-            self._put(_Cast.apply(self, copies, *self.parameters) if training else copies)  # type: ignore[no-untyped-call]
+            with torch.set_grad_enabled(self.training):  # a unit's first forward may be one without
+                self._put(_Cast.apply(self, copies, *self.parameters))  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Let modules have their parameters again."""
@@ -136,8 +142,11 @@ class _Cast(torch.autograd.Function):
         return (None, None, *map(made.get, ctx.unit.parameters))
 
 
-def _is_plain(table: nn.Embedding) -> bool:
-    return table.padding_idx is None and table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether it is an embedding that does nothing else, with its own forward."""
+    if type(module) is not nn.Embedding or "forward" in vars(module):
+        return False
+    return module.padding_idx is None and module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
 
 
 class _LookUp(torch.autograd.Function):
