@@ -35,7 +35,8 @@ class DistributedDataParallel(Technique):
     )
     provides = ("mixed_precision", "summed_gradients", "summed_replicas")
     conflicts: ClassVar = {
-        "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
+        "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too; for DDP set "
+        "mesh.dp_shard = 1, and mesh.dp_replicate to the number of ranks"
     }
 
     def __init__(self, config: Config) -> None:
