@@ -215,7 +215,9 @@ def _cost_in_chunks(costs: Costs, words: int, size: int) -> Costs:
         passing = max(passing, second) if chunks > 1 else max(passing - second, 0)
         held += logits * (1 + len(rest))
     scratch = passing + held * costs.itemsize / 4
-    gradient = SavedTensor(numel=weights / tokens, region="tp_sharded")
+    # In float16 the sum over chunks is float32.
+    wide = 4 * (plain and costs.wide_dtype == "float16")
+    gradient = SavedTensor(numel=weights / tokens, region="tp_sharded", itemsize=wide)
     moved = 4 * words + 2 * chunks * costs.share("tp_sharded") * weights / tokens / costs.share("logits")
     loss = Elementwise(region="logits", forward=moved, backward=0, scratch=scratch, saved=(gradient,))
     head = (_of_chunk(op, chunks) for op in costs.head)
