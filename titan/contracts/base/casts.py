@@ -1,7 +1,8 @@
 """Parameters in the dtype of compute, on a rank that has all of them: there is nothing to gather or to reduce."""
 
+import math
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -181,6 +182,17 @@ def _allocated(like: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
     like = list(like)
     if not like:
         return []
-    sizes = [-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in like]
-    pieces = torch.split(torch.empty(sum(sizes), dtype=dtype, device=like[0].device), sizes)
-    return [piece[: tensor.numel()].view(tensor.shape) for tensor, piece in zip(like, pieces, strict=True)]
+    size, places = _laid_out(tuple(tensor.shape for tensor in like))
+    memory = torch.empty(size, dtype=dtype, device=like[0].device)
+    return [memory.as_strided(*place) for place in places]
+
+
+@cache
+def _laid_out(shapes: tuple[torch.Size, ...]) -> tuple[int, list[tuple[torch.Size, tuple[int, ...], int]]]:
+    """How many numbers tensors of these shapes take one after the other, and of each its shape, strides and start."""
+    end, places = 0, []
+    for shape in shapes:
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        places.append((shape, strides, end))
+        end += -(-shape.numel() // _ALIGNED) * _ALIGNED
+    return end, places
