@@ -19,7 +19,9 @@ With tensor parallelism, selective mode saves the partial sums of row-wise produ
 [B, S, D] twice per layer, although backward reads neither. PyTorch would otherwise recompute the product; saving its
 result costs only memory.
 
-Recomputation changes no number: the same kernels run on the same inputs.
+Recomputation changes no number: the same operations run on the same inputs. In compiled blocks it is part of the graph,
+which takes half the host's time of calling them again; a compiler may round it in fewer places. Where ranks exchange
+something within a block, its results would be saved, so there whole blocks are called again.
 """
 
 from collections.abc import Callable, Iterable
@@ -141,18 +143,24 @@ class ActivationCheckpoint(Technique):
         if self.config.mode == "attention":
             for name, module in part.module.named_modules():
                 if isinstance(module, AttentionCore) and module.writes_scores:
-                    part.wrap_forward(name, "recompute_ops", self._wrap)
+                    part.wrap_forward(name, "recompute", self._wrap)
             return
         if self.config.mode == "budget":
             for name, _ in part.layers(context.spec):
-                part.wrap_forward(name, "recompute_block", partial(_within_budget, self.config.budget))
+                part.wrap_forward(name, "call", partial(_within_budget, self.config.budget))
             return
-        place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
+        self._wrap_blocks(part, context)
+
+    def _wrap_blocks(self, part: ModelPart, context: BuildContext) -> None:
         stride = self.config.every if self.config.mode == "every_n" else 1
-        wrap = partial(self._wrap, saved=_SAVED | part.costly)
-        for name, _ in part.layers(context.spec):
-            if int(name.rpartition(".")[2]) % stride == 0:
-                part.wrap_forward(name, place, wrap)
+        blocks = [name for name, _ in part.layers(context.spec) if int(name.rpartition(".")[2]) % stride == 0]
+        again = self.config.mode != "selective" and context.job.layout.degree_of("slices", "sliced") > 1
+        compiled = any(technique.phase == "compile" for technique in context.techniques)
+        seeds = self.config.mode != "selective" and compiled and context.device.type == "cuda"
+        for name in blocks:
+            part.wrap_forward(name, "call" if again else "recompute", partial(self._wrap, saved=_SAVED | part.costly))
+            if seeds and not again:
+                part.wrap_forward(name, "call", _seeding_nothing)
 
     def _wrap(self, forward: Callable[..., Any], saved: frozenset[OpOverload] = frozenset()) -> Callable[..., Any]:
         # A forward draws by position alone (Model.build; the run refuses others): there is no state to keep.
@@ -174,6 +182,23 @@ def _within_budget(budget: float, forward: Callable[..., Any]) -> Callable[..., 
             return forward(*args, **kwargs)
 
     return limited
+
+
+def _seeding_nothing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward that leaves the host's generator as it was.
+
+    On CUDA, PyTorch seeds a generator from it for each operation that is recomputed and might draw: attention, whose
+    dropout is 0 here.
+    """
+
+    def unmoved(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return unmoved
 
 
 def _writes_scores(operations: Iterable[Operation]) -> bool:

@@ -2,8 +2,9 @@
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.logits import logits_of
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
-from titan.config import without_effect
+from titan.config import load_job, without_effect
 from titan.contracts import Batch, Model, ModelPart
 from titan.contracts.base.cost import Attention, Recompute
 from titan.layers.attention import AttentionCore, _shared_mask, attend, attend_unfused, document_mask
@@ -48,9 +49,12 @@ def test_unfused_attention_is_the_same_function(kv_heads: int, masked: bool) -> 
     torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in both))
 
 
-def _recomputed(part: ModelPart, spec: Any, **options: Any) -> None:
+def _recomputed(part: ModelPart, spec: Any, ranks: int = 1, device: str = "cpu", **options: Any) -> None:
+    """ranks: that slice sequences.  device: of the job, in which a technique compiles."""
     technique = ActivationCheckpoint(ActivationCheckpoint.Config(**options))
-    technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
+    job = load_job(TOML, ["--mesh.cp", str(ranks), "--plugins.compile.enabled", "true"], ranks)
+    context = SimpleNamespace(spec=spec, techniques=job.techniques, job=job, device=torch.device(device))
+    technique.apply(part, context)  # type: ignore[arg-type]
 
 
 def _loss_and_gradients(part: ModelPart) -> tuple[Tensor, list[Tensor], int]:
@@ -207,20 +211,52 @@ def test_a_search_tries_the_mode_where_it_has_an_effect(words: Sequence[str], se
     assert ((("mode", "attention"),) in tried) is searched and (("mode", "full"),) in tried
 
 
-def _compiled(budget: float) -> tuple[Tensor, list[Tensor], int]:
-    """As `_run`, of one compiled layer under a budget."""
+def _counted(forward: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
+    """A forward that draws a number with each call, and adds it to `calls`."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(int(torch.randint(100, ())))
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def _compiled(**options: Any) -> tuple[tuple[Tensor, list[Tensor], int], int]:
+    """As `_run`, of one compiled layer under a mode; and how often it was called."""
     torch.compiler.reset()
-    model = Llama(Llama.Config(**{**Llama.presets["tiny"], "n_layers": 1}))  # type: ignore[arg-type]
+    model, calls = Llama(Llama.Config(**{**Llama.presets["tiny"], "n_layers": 1})), []  # type: ignore[arg-type]
     torch.manual_seed(1)
     part = ModelPart(model.build())
-    part.wrap_forward("layers.0", "compile", lambda f: torch.compile(f, backend="aot_eager_decomp_partition"))
-    _recomputed(part, model.spec(), mode="budget", budget=budget)
-    return _loss_and_gradients(part)
+    compiled = partial(torch.compile, backend="aot_eager_decomp_partition")
+    part.wrap_forward("layers.0", "compile", lambda forward: _counted(compiled(forward), calls))
+    _recomputed(part, model.spec(), **options)
+    return _loss_and_gradients(part), len(calls)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler reads .grad, and what PyTorch deprecates
+def test_whole_blocks_are_recomputed_in_their_graph_or_called_again_where_ranks_exchange() -> None:
+    modes = (("none", 1), ("full", 1), ("full", 2))
+    runs, calls = zip(*(_compiled(mode=mode, ranks=ranks) for mode, ranks in modes), strict=True)
+    assert calls == (1, 1, 2)
+    state = torch.get_rng_state().nbytes  # of attention's generator, which a graph saves on a CPU
+    assert runs[1][2] - state <= runs[2][2] < runs[0][2] / 2
+    for loss, gradients, _ in runs[1:]:
+        torch.testing.assert_close((loss, gradients), runs[0][:2], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("device, moved", [("cpu", True), ("cuda", False)])
+def test_compiling_for_cuda_takes_no_number_of_the_host_s_generator(device: str, moved: bool) -> None:
+    part = _part(Llama, "")
+    part.wrap_forward("layers.0", "compile", partial(_counted, calls=[]))
+    _recomputed(part, Llama(Llama.Config(**Llama.presets["tiny"])).spec(), mode="full", device=device)
+    before = torch.get_rng_state()
+    logits_of(part.module, torch.arange(64).view(1, 64))
+    assert torch.equal(torch.get_rng_state(), before) is not moved
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler reads .grad, and what PyTorch deprecates
 def test_a_compiler_saves_less_on_a_smaller_budget_and_computes_the_same() -> None:
-    runs = [_compiled(budget) for budget in (1.0, 0.5, 0.0)]
+    runs = [_compiled(mode="budget", budget=budget)[0] for budget in (1.0, 0.5, 0.0)]
     saved = [run[2] for run in runs]
     assert saved[0] > saved[1] > saved[2]
     for loss, gradients, _ in runs[1:]:

@@ -48,10 +48,10 @@ def sum_gradients(root: nn.Module) -> None:
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-WrapPlace = Literal["recompute_ops", "compile", "recompute_block"]
+WrapPlace = Literal["recompute", "compile", "call"]
 WRAP_ORDER: tuple[WrapPlace, ...] = get_args(WrapPlace)
-"""Order of the wrappers around a layer's forward, innermost first: the compiler decides about recomputing single
-operations, and recomputing a whole layer calls the compiled layer again."""
+"""Order of the wrappers around a layer's forward, innermost first: what a compiler is told to recompute, the compiler,
+and what is around each call of the compiled layer."""
 
 
 @dataclass
