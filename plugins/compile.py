@@ -3,7 +3,7 @@
 All blocks share one graph, so the compile time is that of one block (10-20 s cold, little with a warm cache), whatever
 the number of layers. Hooks of data parallelism stay outside of the graph. Worth it on GPUs, and on CPUs for long runs.
 
-Limits: modes that capture CUDA graphs are refused where parameters move, as under sharded data parallelism.
+Limits: modes that capture CUDA graphs are refused where parameters move, as where they are gathered or cast.
 """
 
 import os

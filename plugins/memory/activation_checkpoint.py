@@ -19,11 +19,13 @@ With tensor parallelism, selective mode saves the partial sums of row-wise produ
 [B, S, D] twice per layer, although backward reads neither. PyTorch would otherwise recompute the product; saving its
 result costs only memory.
 
-Recomputation changes no number: the same operations run on the same inputs. In compiled blocks it is part of the graph,
-which takes half the host's time of calling them again; a compiler may round it in fewer places. Where ranks exchange
-something within a block, its results would be saved, so there whole blocks are called again.
+Recomputation changes no number, as the same operations run on the same inputs, but for what a compiler rounds in fewer
+places. In compiled blocks it is part of the graph, which takes half the host's time of calling them again. Routers'
+choices are saved there: of near equals, another kernel might choose another. Where ranks exchange something within a
+block, its results would be saved, so there whole blocks are called again.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,8 +38,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Attention, Operation, Recompute
+from titan.contracts.base.parts import Wrap, WrapPlace
+from titan.errors import PluginError
 from titan.layers.attention import AttentionCore
 from titan.layers.experts import stacked_product
+
+# It warns of operations in place, whatever is recomputed.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 _SAVED = frozenset(
     {
@@ -58,6 +65,11 @@ _SAVED = frozenset(
 
 _NOTHING = ("none", "auto")
 """Modes that recompute nothing; the host replaces "auto" where memory is short."""
+
+Policy = Callable[..., CheckpointPolicy]
+
+_CHOICES = frozenset({torch.ops.aten.topk.default})
+"""What graphs save of blocks that they recompute: a few numbers per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +155,7 @@ class ActivationCheckpoint(Technique):
         if self.config.mode == "attention":
             for name, module in part.module.named_modules():
                 if isinstance(module, AttentionCore) and module.writes_scores:
-                    part.wrap_forward(name, "recompute", self._wrap)
+                    part.wrap_forward(name, "recompute", _recomputed)
             return
         if self.config.mode == "budget":
             for name, _ in part.layers(context.spec):
@@ -154,20 +166,27 @@ class ActivationCheckpoint(Technique):
     def _wrap_blocks(self, part: ModelPart, context: BuildContext) -> None:
         stride = self.config.every if self.config.mode == "every_n" else 1
         blocks = [name for name, _ in part.layers(context.spec) if int(name.rpartition(".")[2]) % stride == 0]
-        again = self.config.mode != "selective" and context.job.layout.degree_of("slices", "sliced") > 1
         compiled = any(technique.phase == "compile" for technique in context.techniques)
-        seeds = self.config.mode != "selective" and compiled and context.device.type == "cuda"
-        for name in blocks:
-            part.wrap_forward(name, "call" if again else "recompute", partial(self._wrap, saved=_SAVED | part.costly))
-            if seeds and not again:
-                part.wrap_forward(name, "call", _seeding_nothing)
-
-    def _wrap(self, forward: Callable[..., Any], saved: frozenset[OpOverload] = frozenset()) -> Callable[..., Any]:
-        # A forward draws by position alone (Model.build; the run refuses others): there is no state to keep.
-        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        wraps: dict[WrapPlace, Wrap]
         if self.config.mode == "selective":
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
-        return partial(checkpoint, forward, **settings)
+            wraps = {"recompute": partial(_recomputed, policy=partial(_policy, _SAVED | part.costly))}
+        elif not compiled or context.job.layout.degree_of("slices", "sliced") > 1:
+            wraps = {"call": _recomputed}
+        else:
+            wraps = {"recompute": partial(_recomputed, policy=_whole_block)}
+            if context.device.type == "cuda":
+                wraps["call"] = _seeding_nothing
+        for name in blocks:
+            for place, wrap in wraps.items():
+                part.wrap_forward(name, place, wrap)
+
+
+def _recomputed(forward: Callable[..., Any], policy: Policy | None = None) -> Callable[..., Any]:
+    # A forward draws by position alone (Model.build; the run refuses others): there is no state to keep.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if policy is not None:
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, forward, **settings)
 
 
 def _within_budget(budget: float, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,8 +206,7 @@ def _within_budget(budget: float, forward: Callable[..., Any]) -> Callable[..., 
 def _seeding_nothing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled forward that leaves the host's generator as it was.
 
-    On CUDA, PyTorch seeds a generator from it for each operation that is recomputed and might draw: attention, whose
-    dropout is 0 here.
+    On CUDA, PyTorch seeds a generator from it for each operation that is recomputed and might draw, as attention.
     """
 
     def unmoved(*args: Any, **kwargs: Any) -> Any:
@@ -207,3 +225,17 @@ def _writes_scores(operations: Iterable[Operation]) -> bool:
 
 def _policy(saved: frozenset[OpOverload], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _whole_block(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Recompute all; PluginError for what draws: in graphs not from the default generators, which the run watches."""
+    if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
+        arguments = operation._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        if given.get("dropout_p", 1.0) != 0:
+            raise PluginError(
+                f"a block that is recomputed calls {operation}, which draws random numbers; draw by position with a "
+                "titan.contracts.RandomModule"
+            )
+    return _policy(_CHOICES, context, operation)

@@ -93,9 +93,9 @@ class FullyShardedDataParallel(Technique):
         self._stage = 3
 
     def facts(self) -> dict[Fact, str]:
-        """Gathered parameters are allocated anew; stages 2 and 3 shard gradients as soon as they are there."""
+        """Gathered or cast parameters are allocated anew; stages 2 and 3 shard gradients as soon as they are there."""
         stage = self.config.zero_stage
-        moved = "[plugins.fsdp] gathers parameters into newly allocated memory"
+        moved = "[plugins.fsdp] gathers or casts parameters into newly allocated memory"
         sharded = f"[plugins.fsdp] zero_stage = {stage} reduces gradients per micro batch; set zero_stage = 1"
         return {"moves_parameters": moved, **({"reduces_per_micro_batch": sharded} if stage in (2, 3) else {})}
 

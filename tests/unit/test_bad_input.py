@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "two dtypes of compute": ("[plugins]", "[plugins.bf16]\n[plugins.fp16]", ["[plugins.fp16] and [plugins.bf16] cannot be enabled together: both set the dtype of forward and backward"]),
     "a loss scale that rounds": ("[plugins]", "[plugins.fp16]\ninit_scale = 1000", ["[plugins.fp16]: init_scale = 1000: must be a power of 2; nearest below: 512"]),
     "unknown backend of torch.compile": ("[plugins]", '[plugins.compile]\nbackend = "inducter"', ["backend = 'inducter': no backend of torch.compile (did you mean 'inductor'?)"]),
-    "CUDA graphs over parameters that move": ("[plugins]", '[plugins.fsdp]\n[plugins.compile]\nmode = "reduce-overhead"', ['captures CUDA graphs, which replay fixed addresses, but [plugins.fsdp] gathers parameters into newly allocated memory; use mode = "max-autotune-no-cudagraphs"']),
+    "CUDA graphs over parameters that move": ("[plugins]", '[plugins.fsdp]\n[plugins.compile]\nmode = "reduce-overhead"', ['captures CUDA graphs, which replay fixed addresses, but [plugins.fsdp] gathers or casts parameters into newly allocated memory; use mode = "max-autotune-no-cudagraphs"']),
     # files
     "missing text": ("TEXT", "no/such/folder", ["no/such/folder"]),
     "missing plugin folder": ("[plugins]", '[plugins]\npath = ["no/such/plugins"]', ["no/such/plugins: no such folder or .py file"]),

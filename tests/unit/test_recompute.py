@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.logits import logits_of
 from tests.planned import CLUSTER, TOML, job_of
@@ -252,6 +254,40 @@ def test_compiling_for_cuda_takes_no_number_of_the_host_s_generator(device: str,
     before = torch.get_rng_state()
     logits_of(part.module, torch.arange(64).view(1, 64))
     assert torch.equal(torch.get_rng_state(), before) is not moved
+
+
+class _Attending(nn.Module):
+    """A net of one block: attention with a dropout of PyTorch's own."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block(share)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers[0](x)
+        return result
+
+
+class _Block(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self._share)
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_no_graph_recomputes_what_draws(share: float) -> None:
+    """Its generators would not be those that the run watches."""
+    part = ModelPart(_Attending(share))
+    part.wrap_forward("layers.0", "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    _recomputed(part, job_of().spec, mode="full")
+    x = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with pytest.raises(Exception, match="draws random numbers") if share else nullcontext():
+        part.module(x).sum().backward()
+    assert (x.grad is None) == bool(share)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler reads .grad, and what PyTorch deprecates
