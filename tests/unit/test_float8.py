@@ -4,6 +4,7 @@ import ast
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -202,9 +203,8 @@ def recomputing(recipe: Any, saving: bool) -> tuple[Any, set[Any]]:
     config = Float8Config(recipe=recipe)
     float8._convert(layers, {"0", "2"}, config, emulate)
     costly = set() if config.mx else float8.MAXIMA
-    policy = activation_checkpoint.ActivationCheckpoint(activation_checkpoint.Config(mode="selective"))
-    saved = activation_checkpoint._SAVED | (costly if saving else set())
-    return policy._wrap(layers.forward, saved=saved), costly
+    policy = partial(activation_checkpoint._policy, activation_checkpoint._SAVED | (costly if saving else set()))
+    return activation_checkpoint._recomputed(layers.forward, policy), costly
 
 
 def inputs() -> Tensor:
