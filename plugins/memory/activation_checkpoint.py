@@ -43,7 +43,7 @@ from titan.errors import PluginError
 from titan.layers.attention import AttentionCore
 from titan.layers.experts import stacked_product
 
-# PyTorch warns there of operations in place, of which a graph has none.
+# PyTorch warns there of operations in place: in graphs they change no number, and else saving what they change raises.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 _SAVED = frozenset(

@@ -47,8 +47,9 @@ def test_it_is_on_at_degree_one(one_rank: Outcome, tmp_path: Path) -> None:
         ("--model.tied", "true"),
         ("--train.micro_batch_size", "1"),
         ("--plugins.activation_checkpoint.mode", "full"),
+        ("--plugins.activation_checkpoint.mode", "full", "--plugins.compile.backend", "aot_eager"),
     ],
-    ids=["untied", "tied", "micro batches", "recomputed"],
+    ids=["untied", "tied", "micro batches", "recomputed", "compiled, recomputed"],
 )
 def test_a_rank_alone_casts_to_the_bits_of_a_gather(words: tuple[str, ...], tmp_path: Path) -> None:
     """FSDP2 gathers on one rank too with zero_stage = 3, from nobody."""

@@ -29,6 +29,7 @@ LAYOUTS = {
     "recompute selective": (1, [RECOMPUTE, "selective"]),
     "compiled": (1, COMPILED),
     "compiled, recompute selective": (1, [*COMPILED, RECOMPUTE, "selective"]),
+    "compiled, recompute full": (1, [*COMPILED, RECOMPUTE, "full"]),
 }
 LEFT_OUT = (
     ("cp 2", "sequence"),  # is refused
@@ -37,6 +38,7 @@ LEFT_OUT = (
     ("recompute selective", "sequence"),
     ("compiled", "bias"),
     ("compiled, recompute selective", "sequence"),
+    ("compiled, recompute full", "sequence"),
 )
 """The balance of a pair that is here takes the same way through what the layout adds."""
 

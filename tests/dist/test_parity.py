@@ -50,7 +50,13 @@ LAYOUTS = {
     ),
     "compiled, tp 2, whole sequences": (2, [*mesh(tp=2), *COMPILED, *WHOLE_SEQUENCES]),
     "recompute attention, tp 2": (2, [*mesh(tp=2), *SCORES_RECOMPUTED]),
+    "compiled, recompute full, zero 3": (
+        2,
+        [*mesh(dp_shard=2), "--plugins.fsdp.zero_stage", "3", *COMPILED, RECOMPUTE, "full"],
+    ),
     "recompute full, dp_shard 2, pp 2": (4, [*mesh(dp_shard=2, pp=2), RECOMPUTE, "full"]),
+    "compiled, recompute full, dp_shard 2, pp 2": (4, [*mesh(dp_shard=2, pp=2), *COMPILED, RECOMPUTE, "full"]),
+    "compiled, recompute full, cp 2": (2, [*mesh(cp=2), *COMPILED, RECOMPUTE, "full"]),
     "sliding window, tp 2": (2, [*WINDOW, *mesh(tp=2)]),
     "padded, dp_shard 2, pp 2": (4, [*LONG, "--data.packing", "pad", *mesh(dp_shard=2, pp=2)]),
     "packed, dp_shard 2, pp 2": (4, [*LONG, *PACKED, *mesh(dp_shard=2, pp=2)]),
@@ -63,6 +69,7 @@ CURVE += ("--model.sliding_window", "--model.max_seq_len", "--data.seq_len", "--
 SWEPT = ("ddp 2, pp 2", "pp 4", "dp_shard 2, tp 2, pp 2")
 SWEPT += ("compiled, recompute selective, dp_shard 2, tp 2", "dp_shard 3", "accumulation, hsdp 2x2, zero 1")
 SWEPT += ("pp 2, dp_shard 2, zero 3", "recompute full, dp_shard 2, pp 2", "packed, dp_shard 2, pp 2")
+SWEPT += ("compiled, recompute full, dp_shard 2, pp 2", "compiled, recompute full, cp 2")
 """Each combines what other layouts have singly."""
 
 
