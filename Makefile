@@ -11,7 +11,7 @@ in_env = python=$$(scripts/python.sh dev float8 hf plot tune wandb) && "$$python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help test sweep check format bench
+.PHONY: help test sweep check matrix format bench
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ check:  ## ruff, mypy --strict on titan/, planner/, inference/ and testing/, and
 	@rm -rf build/typed && mkdir -p build/typed/titan && ln -s $(abspath $(wildcard titan/*) planner inference testing) build/typed/titan
 	@$(in_env) mypy
 	@$(in_env) pytest -q tests/unit/test_import_layers.py tests/unit/test_prose.py
+
+matrix:  ## on each PyTorch that titan is for, in an environment of its own: what a release breaks first (an hour, 20 GB)
+	@$(in_env) bench.versions $(ARGS)
 
 format:  ## mend what ruff can mend
 	@$(in_env) ruff check --fix .

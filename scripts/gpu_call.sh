@@ -33,6 +33,9 @@ export TITAN_COMMIT TORCHINDUCTOR_CACHE_DIR=$scratch/inductor TRITON_CACHE_DIR=$
 export TORCHINDUCTOR_COMPILE_THREADS=4 # several jobs compile beside each other
 cp -r -- "$bundle/reference" "$scratch/reference"
 cd -- "$bundle"
+# Only for PyTorch 2.11: that machine's is older than the range that titan is for.
+TITAN_TORCH=$("$python" -c 'from importlib.metadata import version; print(version("torch").partition("+")[0])')
+export TITAN_TORCH
 "$python" -c 'import torch; print("torch", torch.__version__, "for CUDA", torch.version.cuda)'
 echo "set up in $((SECONDS - began)) s"
 "$python" -m bench.gpu --call "$call" --seconds "$((seconds - SECONDS + began))" --results "$out/gpu.jsonl" \

@@ -2,12 +2,15 @@
 # Prints the Python that runs titan with the extras named, and sets up .venv first where nobody has one.
 #   scripts/python.sh [extra ...]
 # In order: $TITAN_PYTHON; the python3 at hand (an active environment), when it has titan; .venv.
-# Set up again only when pyproject.toml or the place of the repository has changed, or an extra is new. Never set up by
-# many processes at once: tasks of srun and nodes of a run share the folder, on file systems that may not lock.
+# .venv gets the versions of constraints.txt, on which the tests were run. TITAN_TORCH=2.15.0 asks for another PyTorch,
+# of the range of pyproject.toml: a Python at hand must have it, and the environment is .venv-2.15.0.
+# Set up again only when pyproject.toml, constraints.txt or the place of the repository has changed, or an extra is new.
+# Never set up by many processes at once: tasks of srun and nodes of a run share the folder, on file systems that may
+# not lock.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+venv=$root/.venv${TITAN_TORCH:+-$TITAN_TORCH}
 stamp=$venv/titan.stamp
 extras=("$@")
 
@@ -16,16 +19,20 @@ fail() {
     exit 2
 }
 
-# Whether a Python has titan, and pytest where the extra dev is asked for. Safe path: not the titan that lies in the
-# working directory.
+# Whether a Python has titan, pytest where the extra dev is asked for, and the PyTorch of TITAN_TORCH. Safe path: not the
+# titan that lies in the working directory.
 has_titan() {
     local modules=(titan.plugins titan.planner titan.inference titan.testing titan.configs tomlkit)
     [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest xdist ruff mypy)
-    PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
+    PYTHONSAFEPATH=1 "$1" - "${TITAN_TORCH:-}" "${modules[@]}" 2>/dev/null <<'END'
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
-specs = map(find_spec, sys.argv[1:])
-sys.exit(sys.version_info < (3, 11) or not all(spec and spec.origin for spec in specs))
+asked, *modules = sys.argv[1:]
+specs = map(find_spec, modules)
+if sys.version_info < (3, 11) or not all(spec and spec.origin for spec in specs):
+    sys.exit(1)
+sys.exit(asked not in ("", version("torch").partition("+")[0]))
 END
 }
 
@@ -39,19 +46,29 @@ remove_leftovers() {
     done
 }
 
-new_enough_python() {
+python_to_build_on() {
     local name found=""
-    for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    for name in python3 python3.13 python3.12 python3.11 python; do
+        if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$name"
             return
         fi
         [ -n "$found" ] || found=$("$name" -c 'import sys; print(sys.version.split()[0], "at", sys.executable)' 2>/dev/null || true)
     done
-    fail "titan needs Python 3.11 or newer; found ${found:-none}"
+    fail "titan needs Python 3.11 to 3.13; found ${found:-none}"
 }
 
-fingerprint() { (cat -- "$root/pyproject.toml" && echo "$root") | cksum | tr ' ' '-'; }
+# TITAN_TORCH must be in the range of pyproject.toml, ">=OLDEST,<AFTER".
+check_torch() {
+    local range oldest after
+    range=$(sed -n 's/^ *"torch\([<>].*\)",$/\1/p' -- "$root/pyproject.toml")
+    after=${range#*<} oldest=${range%,*}
+    [[ $TITAN_TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "TITAN_TORCH=$TITAN_TORCH: write a version of PyTorch, such as 2.15.0"
+    [ "$(printf '%s\n' "${oldest#>=}" "$TITAN_TORCH" "$after" | sort -V | sed -n 2p)" = "$TITAN_TORCH" ] && [ "$TITAN_TORCH" != "$after" ] ||
+        fail "TITAN_TORCH=$TITAN_TORCH: titan needs PyTorch $range; choose one of these, or unset TITAN_TORCH for that of constraints.txt"
+}
+
+fingerprint() { (cat -- "$root/pyproject.toml" "$root/constraints.txt" && echo "$root") | cksum | tr ' ' '-'; }
 
 # The stamp holds the fingerprint and the extras installed; it is written last, so a broken setup is done again.
 is_set_up() {
@@ -74,33 +91,38 @@ processes() {
 }
 
 refuse_to_set_up() {
-    local what="$root/.venv is not set up${extras[*]:+ with ${extras[*]}}" choice="or name a Python that has titan in TITAN_PYTHON"
+    local what="$venv is not set up${extras[*]:+ with ${extras[*]}}" choice="or name a Python that has titan in TITAN_PYTHON"
     [ -w "$root" ] || fail "$what, and $root is read-only; set it up where it can be written, $choice"
     [ "$(processes)" -eq 1 ] ||
         fail "$what, and $(processes) processes of this job start at once; run scripts/python.sh once before the job, $choice"
 }
 
 set_up() {
-    local base pip all
-    base=$(new_enough_python)
-    echo "setting up .venv (once, about a minute)" >&2
+    local base pip all constraints=$root/constraints.txt
+    [ -z "${TITAN_TORCH:-}" ] || check_torch
+    base=$(python_to_build_on)
+    echo "setting up $(basename -- "$venv") (once, about a minute)" >&2
     [ ! -f "$stamp" ] || extras+=($(cut -d' ' -f2- -- "$stamp"))
     rm -f -- "$stamp"
     # Some systems ship Python without ensurepip; their own pip can install into another environment.
     [ -x "$venv/bin/python" ] || "$base" -m venv -- "$venv" >/dev/null 2>&1 || "$base" -m venv --clear --without-pip -- "$venv"
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$venv/bin/python")
+    if [ -n "${TITAN_TORCH:-}" ]; then
+        constraints=$venv/constraints.txt
+        sed "s/^torch==.*/torch==$TITAN_TORCH/" -- "$root/constraints.txt" >"$constraints"
+    fi
     all=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | paste -sd, -)
-    "${pip[@]}" install -qq --disable-pip-version-check --editable "$root${all:+[$all]}" >&2 ||
-        fail "setting up .venv failed; what pip said is above. Run the command again to go on"
+    "${pip[@]}" install -qq --disable-pip-version-check --constraint "$constraints" --editable "$root${all:+[$all]}" >&2 ||
+        fail "setting up $(basename -- "$venv") failed; what pip said is above. Run the command again to go on"
     echo "$(fingerprint) ${all//,/ }" >"$stamp"
 }
 
 remove_leftovers
 if [ -n "${TITAN_PYTHON:-}" ]; then
     has_titan "$TITAN_PYTHON" ||
-        fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}; run:" \
-            "$TITAN_PYTHON -m pip install -e '$root${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}'"
+        fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}${TITAN_TORCH:+ on PyTorch $TITAN_TORCH}; run:" \
+            "$TITAN_PYTHON -m pip install -e '$root${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}'${TITAN_TORCH:+ torch==$TITAN_TORCH}"
     echo "$TITAN_PYTHON"
 elif [ ! "${VIRTUAL_ENV:-}" -ef "$venv" ] && has_titan python3; then
     command -v python3

@@ -26,9 +26,6 @@ DECAYING = ("--optimizer.weight_decay", "1")
 """So much that weights after three steps show a decay that is missing: they shrink by 7e-4."""
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 
-SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-"""Whether a rank can send to itself with gloo, which the V-shaped schedules do as they start."""
-
 
 def mesh(**degrees: int) -> list[str]:
     """Words of a command line that set degrees of the mesh."""

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.metadata
 import itertools
+import os
 import pkgutil
 import re
 import sys
@@ -18,8 +19,8 @@ from typing import Any, NoReturn
 
 import titan.commands
 from titan import __version__
-from titan.contracts.plugin.options import did_you_mean, options_of
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, PluginError, TitanError, by_errno
+from titan.packages import check_torch, untried_torch
 from titan.paths import expanded, told
 from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag, warn
 
@@ -54,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, overrides = _without_overrides(words)
     asked = next((word for word in own if not word.startswith("-")), "")
     try:
+        check_torch()
         commands = _commands(asked)
     except TitanError as error:
         report(error)
         return error.exit_code
     if asked and asked not in commands:
+        from titan.contracts.plugin.options import did_you_mean
+
         parser.error(f"unknown command {asked!r}{did_you_mean(asked, commands)}")
     for name, module in commands.items():
         raw, about = argparse.RawDescriptionHelpFormatter, module.HELP
@@ -77,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 setattr(args, name, expanded(value, f"--{name.replace('_', '-')}"))
         if unknown := rest if hasattr(args, "takes_overrides") else [*rest, *overrides]:
             _refuse(unknown[0], of_command)
+        if args.command != "train" and os.environ.get("RANK", "0") == "0" and (remark := untried_torch()):
+            say(f"warning: {remark}")  # a run's log says it
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -127,6 +133,7 @@ def _keys(word: str) -> list[str]:
     from titan.config.load import load_job
     from titan.config.sections import declared_tables
     from titan.config.tables import BUILT_IN
+    from titan.contracts.plugin.options import options_of
 
     if not word.startswith("-") and (word.endswith(".toml") or (BUILT_IN / f"{word}.toml").is_file()):
         return [f"--config {word}"]

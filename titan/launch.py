@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, TitanError
+from titan.packages import check_torch
 from titan.ranks.meeting import launch_env, signals
 from titan.terminal import report, stand_in_for_closed, take_traceback_flag
 from titan.usage import USAGE
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     try:
+        check_torch()
         if {"-h", "--help"} & set(words):
             return _train(words)
         with signals.listening():  # first of all: what is imported now takes seconds

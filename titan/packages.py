@@ -1,9 +1,13 @@
-"""Packages of this Python: titan's own that may be absent, and the commands that install extras and start programs."""
+"""Packages of this Python: PyTorch's version, titan's own that may be absent, and the commands that install extras and
+start programs."""
 
+import os
+import re
 import shlex
 import shutil
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,46 @@ from titan.errors import PluginError
 
 DISTRIBUTION = "titan-train"
 """Name of the package on the index; it is imported as `titan`."""
+
+TORCH = (2, 13), (2, 15)
+"""The oldest and the newest release of PyTorch that titan is for, as pyproject.toml has them."""
+TORCH_RUN = ("2.13.0", "2.14.1", "2.15.0")
+"""Those that its tests were run on: docs/versions.md."""
+TORCH_CHOSEN = "TITAN_TORCH"
+"""Environment variable: a version of PyTorch that was chosen, from outside the range too."""
+
+
+def torch_release() -> tuple[int, int]:
+    """Major and minor version of the PyTorch that is installed, which this does not import; (0, 0): none is."""
+    numbers = re.match(r"(\d+)\.(\d+)", _torch_version())
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def check_torch() -> None:
+    """PluginError: no PyTorch is installed, or one outside the range, and nobody has asked for it."""
+    here = _torch_version()
+    if TORCH[0] <= torch_release() <= TORCH[1] or (here and os.environ.get(TORCH_CHOSEN) == here.partition("+")[0]):
+        return
+    oldest, newest = (".".join(map(str, release)) for release in TORCH)
+    what = f"PyTorch {here} is installed" if here else "no PyTorch is installed"
+    anyway = f", or set {TORCH_CHOSEN}={here.partition('+')[0]} to run on this one all the same" if here else ""
+    why = f"{what}, but titan needs {oldest} to {newest}"
+    raise PluginError(f"{why}; install one (pip install torch=={TORCH_RUN[-1]}){anyway}")
+
+
+def untried_torch() -> str:
+    """What to say of a PyTorch that titan's tests were not run on; empty of one that they were."""
+    here = _torch_version().partition("+")[0]
+    if here in TORCH_RUN:
+        return ""
+    return f"titan's tests were not run on PyTorch {here}, but on {', '.join(TORCH_RUN[:-1])} and {TORCH_RUN[-1]}"
 
 
 def trainer_api(package: str) -> Any:

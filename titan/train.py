@@ -9,7 +9,7 @@ from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import load_job, said_of, split_arguments, without_effect
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, PreemptedError
-from titan.packages import program, trainer_api
+from titan.packages import check_torch, program, trainer_api, untried_torch
 from titan.ranks import process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
@@ -40,10 +40,13 @@ def _train(words: list[str], rank: int) -> int:
 
 
 def _built(words: list[str], rank: int) -> build.Run:
+    check_torch()
     path, overrides = split_arguments(words)
     job = load_job(path, overrides, launched_world_size())
     me = process.join(job)
     log.set_up(rank)
+    if remark := untried_torch():
+        log.log.warning(remark)
     for sentence in said_of(path, overrides):
         log.log.info(sentence)
     if job.run.sample_prompt and _inference is None:

@@ -70,7 +70,7 @@ class Call:
             faulthandler.enable(file)
             faulthandler.register(STACKS, file)  # the timer of faulthandler does not survive a fork
             # PyTorch makes its pool of threads anew when it is first asked for after a fork. Where several threads of a
-            # backward ask at once, some find none and abort the process (2.11).
+            # backward ask at once, some find none and abort the process. Only for PyTorch 2.11.
             torch.set_num_threads(torch.get_num_threads())
             answer = json.dumps({"value": work()})
         except BaseException as error:

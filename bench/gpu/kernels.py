@@ -146,7 +146,7 @@ def head(setting: Setting) -> Iterator[Row]:
     for name in ("bf16", "tensorwise", "rowwise"):
         model = nn.Sequential(nn.Linear(width, words, bias=False, device=setting.device, dtype=torch.bfloat16))
         if name != "bf16":
-            # CPUs of PyTorch 2.11 have no product with a scale per row.
+            # Only for PyTorch 2.11: on CPUs it has no product with a scale per row.
             config = replace(Float8LinearConfig.from_recipe_name(name), emulate=setting.rehearse)
             model = convert_to_float8_training(model, config=config)
         compiled = torch.compile(model, backend=setting.size("inductor", "aot_eager"))

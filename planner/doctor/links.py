@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titan.contracts.base.cost import Collective
+from titan.contracts.base.mesh import made_when_used
 from titan.planner.doctor.clock import Clock, Work
 from titan.planner.doctor.report import Reading
 from titan.ranks.process import Rank
@@ -87,7 +88,7 @@ def measure(clock: Clock, layout: Layout) -> list[Reading]:
     """Measure all collectives and pairs; returns the readings of this rank. All ranks call it."""
     taken = []
     for kind, groups in layout.groups().items():
-        made = [dist.new_group(group) for group in groups]  # all ranks take part in making each
+        made = [dist.new_group(group, pg_options=made_when_used()) for group in groups]  # all ranks take part in each
         mine, members = next(pair for pair in zip(made, groups, strict=True) if clock.me.number in pair[1])
         names = f"{layout.names[members[0]]} to {layout.names[members[-1]]}"
         for collective in get_args(Collective):

@@ -16,6 +16,7 @@ class LayerMemory:
     full: saved tensors of a layer without recomputation.
     least: saved tensors of a layer with recomputation: its input, and results that `Recompute.saved` names.
     again: bytes that recomputation adds to `least` while the layer's backward runs.
+    products: results of its matmuls.
     hidden: the layer's input.  embeddings, head: saved tensors of the embeddings, and of head and loss.
     hosted, hosted_again: of `full` and of `least`, what is in the host's memory.
     used: saved tensors of the layer's last matmul, which are freed first in its backward.
@@ -37,6 +38,7 @@ class LayerMemory:
         )
         self.hidden = self.least = costs.dim * costs.share("hidden") * costs.itemsize
         linears = [op for op in costs.layer if isinstance(op, Matmul)]
+        self.products = sum(self._product(op) for op in linears)
         self.again = self.full - self.hidden
         if costs.recompute is not None and costs.recompute.saved == "all_but_scores":
             self.again = kept_by(costs.layer, costs, fused_norms, scores=True)

@@ -123,7 +123,7 @@ def _of_place(
     (activations, gradients, buffers), computing = peak(actions, stages)
     masks = max(stage.mask for stage in mine)
     activations += masks
-    always = state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
+    always = state["buffers"] + received + sum(stage.gathered for stage in mine)
     buffers, gradients = buffers + always, gradients + sum(stage.summed for stage in mine)
     computing += masks + always + sum(stage.summed - stage.sharded for stage in mine)
     hosted = sum(sum(stage.hosted.values()) for stage in mine) + _most_offloaded(actions, stages)
@@ -167,6 +167,8 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[tupl
     for index, (kind_, number, _) in enumerate(actions):
         stage = stages[number]
         moments = (stage.later if number in begun else stage.moments) if kind_ in "BI" else []
+        if kind_ == "I":  # what the weights' gradients are made of stays
+            moments = [moment._replace(gone=0.0) for moment in moments]
         if index == last.get(number):
             moments = [*moments, *stage.reductions]
         if kind_ == "F":
@@ -183,6 +185,8 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[tupl
         if kind_ in "BI" and number not in begun:
             begun.add(number)
             left += stage.left
+        if kind_ == "I":
+            now += stage.awaited
         if kind_ in "BW":
-            now -= stage.kept
+            now -= stage.kept + stage.awaited * (kind_ == "W")
     return most, computing

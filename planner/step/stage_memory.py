@@ -36,6 +36,8 @@ class StageMemory:
     held: component -> bytes of state, all through the step.  hosted: of it, those in the host's memory.
     kept: bytes of activations per micro batch in flight.  head: those of the head.
     after: bytes that exist only after the update.
+    awaited: bytes of gradients and of recomputed activations that a backward of the inputs leaves to that of the
+        weights.
     mask: bytes of the mask of attention, if one is there all through the step and no micro batch keeps its own.
     making: bytes to make one: itself, if a micro batch keeps it, and a bool of its size.
     gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
@@ -64,12 +66,13 @@ class StageMemory:
         again = recomputed(stage.layers, costs.recompute)
         self.offloaded = self._hosted(stage.layers)
         self.kept = self._saved(stage.layers) + self.head + layer.embeddings * stage.embeddings
-        # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
-        self.kept += self.layer.hidden * ((not stage.head) - (not stage.embeddings))
+        # The first layer's input may lie in the buffer that it was received into, the last one's result be sent from.
+        self.kept += self.layer.hidden * ((not stage.head) - (not stage.embeddings)) * costs.transfers_kept
         # Where all layers recompute, the mask of the last documents is there; that of a window, for all micro batches.
         own = self.layer.documents and again < len(stage.layers)
         mask = self.layer.mask * bool(stage.layers)
         self.kept, self.mask = self.kept + mask * own, mask * (not own)
+        self.awaited = len(stage.layers) * layer.products + again * layer.again
         self.making = mask * (own + 1 / costs.itemsize)
         self.gathered = self.summed = 0.0
         if costs.gather is not None:
@@ -258,7 +261,10 @@ class _Buffers:
             return min((done + made) * self._width, self.stage.held["gradients"]), 0.0
         waiting = self.layer if number or made == self.layer else self.head
         gathered = self._gathered(self.layer if self._alone else 2 * self.layer)
-        return made * self.costs.itemsize, gathered + waiting * self.costs.reduce_itemsize * self._each
+        if self._each and self.stage.gathered:
+            gathered -= (self.head + number * self.layer) * self.costs.itemsize
+        apart = self._each or self.rules.spare_copies  # else each gradient is added to its sum as soon as it is made
+        return made * self.costs.itemsize * apart, gathered + waiting * self.costs.reduce_itemsize * self._each
 
     def reduced(self, gone: float, activations: float, units: Sequence[int]) -> Iterator[Moment]:
         """When the gradients of the last of these units are reduced, after those of the others.
@@ -266,8 +272,8 @@ class _Buffers:
         gone, activations: as in `Moment`.
 
         The unit's own gradients are there in the compute dtype, or as they were added up, copied for the reduction, and
-        reduced, before they are rounded to the dtype that they are stored in. A rank that shards with no other has
-        freed its own by then, but divides another copy where there are replicas. The gathered parameters are gone.
+        reduced, before they are rounded to the dtype that they are stored in. They may be freed once they are copied,
+        and are where a rank shards with no other, which may divide another copy. The gathered parameters are gone.
         """
         costs, stage, unit = self.costs, self.stage, units[-1]
         if self.rules is None or not stage.held["gradients"]:
@@ -275,26 +281,29 @@ class _Buffers:
             return
         narrow, several = costs.reduce_itemsize != costs.store_itemsize, costs.micro_batches > 1
         made, shards = self.sizes[unit], sum(stage.shards[each] for each in units)
-        sums = shards if self.rules.sums_replicas else stage.shards[unit]
+        last, earlier = stage.shards[unit], sum(stage.shards[each] for each in units[-2:-1])
+        sums, sums_before = (shards, shards - last) if self.rules.sums_replicas else (last, earlier)
+        kept, stored, width = 0.0, shards * costs.store_itemsize, costs.reduce_itemsize * narrow
         if several and self._each:  # what is added to has been counted
-            kept = 0.0
-            wide = stage.shards[unit] * costs.reduce_itemsize * narrow * (not self.rules.sums_replicas)
-            stored = shards * costs.store_itemsize * narrow * self.rules.sums_replicas
+            stored, width = stored * narrow * self.rules.sums_replicas, width * (not self.rules.sums_replicas)
         else:
             kept = sum(self.sizes[each] for each in units) * costs.reduce_itemsize * several
-            wide, stored = sums * costs.reduce_itemsize * narrow, shards * costs.store_itemsize
+        wide, wide_before = sums * width, sums_before * width
         own = made * (costs.reduce_itemsize if several and not self._each else costs.itemsize)
+        before = min(max(stored - last * costs.store_itemsize, 0.0), stage.held["gradients"])
         stored = min(stored, stage.held["gradients"])
         gathered = stage.gathered and sum(self.sizes[each] for each in units) * costs.itemsize
         copied = made * costs.reduce_itemsize + (self._gathered(self.layer) if len(units) == 1 else 0.0) - gathered
-        if self._alone:
-            before = max(stored - stage.shards[unit] * costs.store_itemsize, 0.0)
-            yield Moment(gone, activations, own + before - kept, copied, before)
-            divided = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
-            divided *= self.rules.sums_replicas
-            yield Moment(gone, activations, divided + stored - kept, copied + wide, divided + stored + wide)
-        else:
+        if self.rules.spare_copies and not self._alone:
             yield Moment(gone, activations, own + stored - kept, copied + wide, stored + wide)
+            return
+        # The unit is gathered yet, and the copy of the one before is there; or its own is.
+        ending = sum(self.sizes[each] for each in units[-2:-1]) * costs.reduce_itemsize + made * costs.itemsize
+        ending = max(copied, ending - gathered) + wide_before
+        yield Moment(gone, activations, own + before - kept, ending, before + wide_before)
+        divided = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
+        divided *= self.rules.sums_replicas and self.rules.spare_copies
+        yield Moment(gone, activations, divided + stored - kept, copied + wide, divided + stored + wide)
 
     def _gathered(self, used: float) -> float:
         assert self.rules is not None

@@ -2,7 +2,8 @@
 
 Every .py file of the running interpreter's standard library is a document, in the order of its path: about 12 MB, or
 3.5 million tokens with the built-in byte pairs, on every machine, with nothing to download. Its tests are left out
-(they are three fifths of the text and much of them is tables), as are installed packages and files that are not UTF-8.
+(they are three fifths of the text and much of them is tables), as are installed packages and files that are empty or
+not UTF-8.
 
 `split` divides the files: about one in 25, chosen by a hash of its path, is the validation split. The same path is in
 the same split with any interpreter.
@@ -50,6 +51,7 @@ class Stdlib(Dataset):
         for folder, below, names in os.walk(root):
             below[:] = [name for name in below if name not in LEFT_OUT]
             files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files = [file for file in files if file.stat().st_size]
         if not files:
             raise DataError(f"this Python has no standard library source in {root}; set data.name to another dataset")
         by_name = {file.relative_to(root).as_posix(): file for file in files}

@@ -25,6 +25,7 @@ choices are saved there: of near equals, another kernel might choose another. Wh
 block, its results would be saved, so there whole blocks are called again.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -62,6 +63,9 @@ _SAVED = frozenset(
 `bmm` is not among them: its results include the S x S scores of attention that writes them.
 """
 
+
+_SAVES_PAST_HOOKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+"""Whether PyTorch (2.15) asks if hooks of saved tensors see what selective mode saves; in others they do not."""
 
 _NOTHING = ("none", "auto")
 """Modes that recompute nothing; the host replaces "auto" where memory is short."""
@@ -184,6 +188,8 @@ class ActivationCheckpoint(Technique):
 def _recomputed(forward: Callable[..., Any], policy: Policy | None = None) -> Callable[..., Any]:
     # A forward draws by position alone (Model.build; the run refuses others): there is no state to keep.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if _SAVES_PAST_HOOKS:
+        settings["respect_saved_tensors_hooks"] = False
     if policy is not None:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, **settings)
@@ -192,9 +198,8 @@ def _recomputed(forward: Callable[..., Any], policy: Policy | None = None) -> Ca
 def _within_budget(budget: float, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled forward; what it saves is chosen when it is compiled, in its first call."""
 
-    chosen: dict[str, Any] = {"activation_memory_budget": budget}
-    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # process groups, which hold no tensors
-        chosen["unsafe_treat_script_objects_as_zero_size"] = True
+    # Process groups hold no tensors.
+    chosen = {"activation_memory_budget": budget, "unsafe_treat_script_objects_as_zero_size": True}
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         with functorch.patch(chosen):

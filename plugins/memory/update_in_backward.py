@@ -11,9 +11,9 @@ of large layers.
 Limits, which `check` states: the norm is known when the updates are done, so gradients cannot be clipped, and the
 update of a step that is not finite cannot be skipped; it ends the run. One micro batch per step. No technique may
 change gradients after the backward pass, as those that own slices or stages do. The optimizer must be separable.
-Weights on the host need PyTorch 2.13. Where gradients are also summed over replicas (`mesh.dp_replicate` above 1),
-PyTorch keeps the float32 sums of all units until the backward pass ends. Nothing is saved then in mixed precision, and
-in pure bf16 the 2 bytes alone; a run says so.
+Where gradients are also summed over replicas (`mesh.dp_replicate` above 1), PyTorch keeps the float32 sums of all units
+until the backward pass ends. Nothing is saved then in mixed precision, and in pure bf16 the 2 bytes alone; a run says
+so.
 """
 
 import logging
@@ -75,11 +75,6 @@ class UpdateInBackward(Technique):
             )
         if not job.separable_updates:
             yield "the optimizer updates all parameters together, not each by itself; choose another one"
-        for why in job.stating("weights_on_host") if _before_2_13(torch.__version__) else ():
-            yield (
-                f"reads gradients as soon as they are there, which PyTorch {torch.__version__} copies to the host "
-                f"later; use PyTorch 2.13, or: {why}"
-            )
         for technique in job.techniques:
             if technique.axes and all(job.layout.degree(axis.name) == 1 for axis in technique.axes):
                 continue  # nothing is split, so its hooks find nothing to do
@@ -126,11 +121,6 @@ class UpdateInBackward(Technique):
     def before_step(self, step: int) -> None:
         for part in self._parts:
             part.used_gradients.clear()
-
-
-def _before_2_13(version: str) -> bool:
-    """Whether FSDP2 calls hooks of gradients while it still copies these to the host; 2.13.0a0 does not."""
-    return tuple(map(int, version.split(".")[:2])) < (2, 13)
 
 
 class _Update:

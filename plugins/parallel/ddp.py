@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register, sum_gradients
 from titan.contracts.base.cost import CollectiveCost, GatherPolicy
+from titan.contracts.base.parts import SPARE_COPIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,9 @@ class DistributedDataParallel(Technique):
         return replace(
             costs,
             collectives=(*costs.collectives, summed),
-            gather=GatherPolicy(gather_every="micro_batch", reduce_every="step", sums_replicas=True),
+            gather=GatherPolicy(
+                gather_every="micro_batch", reduce_every="step", sums_replicas=True, spare_copies=SPARE_COPIES
+            ),
         )
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:

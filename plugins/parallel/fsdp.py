@@ -34,9 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
 from titan.contracts.base.cost import CollectiveCost, GatherPolicy
 from titan.contracts.base.mesh import Mesh
-
-PerParameter: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
-"""A shard placement with a mesh of its own; None where PyTorch has none yet."""
+from titan.contracts.base.parts import SPARE_COPIES
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -124,7 +122,12 @@ class FullyShardedDataParallel(Technique):
         return replace(
             costs,
             state=tuple(replace(each, axes=tuple(dict.fromkeys((*each.axes, *shard)))) for each in costs.state),
-            gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every=every, sums_replicas=replicated),
+            gather=GatherPolicy(
+                gather_every=gathered[stage - 1],
+                reduce_every=every,
+                sums_replicas=replicated,
+                spare_copies=SPARE_COPIES,
+            ),
             collectives=(*costs.collectives, *self._collectives(costs, stage, shard, replicated)),
             updated_over=shard,
             # Stages 2 and 3 add what they have reduced: a shard, beside computation.
@@ -182,7 +185,7 @@ class FullyShardedDataParallel(Technique):
         # What the forward ends with, the backward begins with: gathering it again would only cost.
         fully_shard(last, reshard_after_forward=False, **settings)
         root = fully_shard(part.module, reshard_after_forward=False, **settings)
-        # A rank alone sums nothing; told to, PyTorch (2.11 to 2.13) copies each of its gradients again, divided by 1.
+        # A rank alone sums nothing; told to, PyTorch may copy each of its gradients again, divided by 1.
         if settings["mesh"].size() > 1:
             sum_gradients(root)
         self._roots.append(root)
@@ -194,23 +197,17 @@ class FullyShardedDataParallel(Technique):
     ) -> None:
         """Shard slices along an axis that folds others over what it leaves of them.
 
-        They are gathered with the unit around them. PyTorch 2.11 and 2.12 have one mesh for a unit, so these modules
-        are units of their own there.
+        They are gathered with the unit around them.
         """
-        folded = part.folded(mesh)
-        meshes = {axis: mesh.flat(*dimensions, without=axis) for _, axis in folded}
-        if folded and PerParameter is not None:
-            infos = {axis: _mesh_info(own) for axis, own in meshes.items()}
-            settings["shard_placement_fn"] = lambda parameter: (
-                PerParameter(_even_dimension(parameter, meshes[axis]), infos[axis])
-                if (axis := mesh.fold_of(parameter))
-                else _even_dimension(parameter, settings["mesh"])
-            )
+        meshes = {axis: mesh.flat(*dimensions, without=axis) for _, axis in part.folded(mesh)}
+        if not meshes:
             return
-        for module, axis in folded:
-            place = partial(_even_dimension, mesh=meshes[axis])
-            own = {**settings, "mesh": meshes[axis], "shard_placement_fn": place}
-            fully_shard(module, reshard_after_forward=self._stage == 3, **own)
+        infos, with_mesh = {axis: _mesh_info(own) for axis, own in meshes.items()}, _fsdp_common.ShardPlacementResult
+        settings["shard_placement_fn"] = lambda parameter: (
+            with_mesh(_even_dimension(parameter, meshes[axis]), infos[axis])
+            if (axis := mesh.fold_of(parameter))
+            else _even_dimension(parameter, settings["mesh"])
+        )
 
     def before_microbatch(self, index: int, count: int) -> None:
         """Stage 1 gathers and reduces once per step; the others shard gradients each time, replicas sum them once."""
@@ -231,14 +228,14 @@ def _copied(costs: Costs, stage: int, replicated: bool) -> float:
     """Mean bytes per parameter and micro batch that a group of one rank copies, where FSDP2 has collectives for it.
 
     A gather casts the stored parameters and copies the result. A reduction copies gradients into its own dtype, copies
-    that, divides it where there are replicas, and casts it to the dtype that is stored. Stages 2 and 3 then add it to
-    the sum of earlier micro batches; stage 1 has added them before. Experts that are sharded by themselves, by one rank
-    of many, are left out.
+    that, may divide it by 1 where there are replicas, and casts it to the dtype that is stored. Stages 2 and 3 then add
+    it to the sum of earlier micro batches; stage 1 has added them before. Experts that are sharded by themselves, by
+    one rank of many, are left out.
     """
     width, reduce, store, once = costs.itemsize, costs.reduce_itemsize, costs.store_itemsize, 1 / costs.micro_batches
     gathers, reductions = {1: (once, once), 2: (1.0, 1.0), 3: (2.0, 1.0)}[stage]
     made = reduce if stage == 1 and costs.micro_batches > 1 else width
-    reduction = made + (5 if replicated else 3) * reduce + (reduce + store) * (reduce != store)
+    reduction = made + (5 if replicated and SPARE_COPIES else 3) * reduce + (reduce + store) * (reduce != store)
     added = 3 * (reduce if replicated else store) * (1 - once) * (stage > 1)
     return gathers * (store + 3 * width) + reductions * reduction + added
 

@@ -32,7 +32,8 @@ H100s, linears below about 2,000 x 1,000 get slower. Weights are cast in every m
 run's precision: no memory is saved. A head is not compiled: while the gradient of its logits is cast, 10 bytes per
 number exist besides, or 12.4 with mxfp8, of the tokens that the loss projects at once. `fsdp_all_gather` casts a shard
 of a layer before it is gathered, half of bf16's bytes, with one all-reduce for the scales of all weights, per step and
-per batch of a validation. Selective recomputation saves products, and maxima of tensors and rows.
+per batch of a validation. Selective recomputation saves products, and maxima of tensors and rows; from PyTorch 2.14 on
+compiled blocks take that of their last weight again.
 
 Limits: the curve depends on the layout. A scale covers the tokens of one micro batch on one rank, padding too; in the
 head, those that the loss projects at once. Only with `rowwise_with_gw_hp` and `mxfp8_with_gw_hp`, whose scales stay

@@ -18,6 +18,7 @@ from titan.config import load_job
 from titan.contracts import Axis, Mesh
 from titan.contracts.base import collectives
 from titan.contracts.base.mesh import Layout
+from titan.packages import torch_release
 from titan.planner.dryrun import DryRun, dry_run
 from titan.plugins.observe.bytes_sent import BytesSent, Config
 from titan.testing.jobs import train_job
@@ -35,8 +36,8 @@ LAYOUTS = {
     "tp 2, compiled": pytest.param(2, [*mesh(tp=2), "--plugins.compile.enabled", "true"], marks=pytest.mark.sweep),
     "cp 2, gathered": pytest.param(2, [*mesh(cp=2), "--plugins.context.method", "gather"], marks=pytest.mark.sweep),
 }
-GREETING = 4
-"""Bytes that torch's pipeline sends to the next stage in its first step, to open the connection."""
+GREETING = 4 if torch_release() < (2, 15) else 10
+"""Bytes that torch's pipeline sends to the next stage in its first step, to open the connection; mean of two ranks."""
 
 
 def _by_axes(runs: list[DryRun]) -> dict[str, float]:
@@ -50,13 +51,14 @@ def _by_axes(runs: list[DryRun]) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_send_what_the_dry_run_says(ranks: int, words: list[str], tmp_path: Path) -> None:
     rows = train_job(tmp_path, ranks, *COUNTED, *words).rows
+    greeting = GREETING if "--mesh.pp" in words else 0
+    first = 1 if torch_release() < (2, 15) else 2  # among faked ranks, torch greets nobody any more
     job = load_job(LLAMA, ["--data.path", str(tmp_path / "text"), *words], ranks)
     runs = [dry_run(job, rank, fused=False) for rank in range(ranks)]
-    assert rows[1]["bytes_sent"] == mean(run.bytes_sent for run in runs) > 0
-    details = {key.removeprefix("bytes_sent."): sent for key, sent in rows[1].items() if key.startswith("bytes_sent.")}
-    assert {axes: sent for axes, sent in details.items() if sent} == _by_axes(runs)
-    later = rows[1]["bytes_sent"] - (GREETING if "--mesh.pp" in words else 0)
-    assert rows[2]["bytes_sent"] == rows[3]["bytes_sent"] == later
+    assert rows[first]["bytes_sent"] == mean(run.bytes_sent for run in runs) > 0
+    sent = {key.removeprefix("bytes_sent."): sent for key, sent in rows[first].items() if "bytes_sent." in key}
+    assert {axes: bytes_ for axes, bytes_ in sent.items() if bytes_} == _by_axes(runs)
+    assert rows[2]["bytes_sent"] == rows[3]["bytes_sent"] == rows[1]["bytes_sent"] - greeting
 
 
 def test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps(tmp_path: Path) -> None:

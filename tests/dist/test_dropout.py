@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_parity import COMPILED
-from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, mesh, settings
+from tests.jobs import FOUR_LAYERS, GPT, SAVING, mesh, settings
 from tests.sweeps import but_sweep
 from titan.testing.jobs import assert_same_curve, train_job, write_text
 
@@ -36,8 +36,6 @@ SWEPT += ("cp 2, gather", "recompute full, pp 2, interleaved", "cp 2, tp 2", "dp
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
 def test_the_curve_of_one_process(layout: str, same_curve) -> None:
-    if "ZBV" in layout and not SELF_SEND:
-        pytest.skip("this PyTorch runs no V-shaped schedule on the CPU")
     ranks, words = LAYOUTS[layout]
     same_curve(ranks, [*DROPOUT, *words], (*DROPOUT, *settings(words, "--model.n_layers")), GPT)
 

@@ -12,7 +12,6 @@ from titan.config import load_job
 from titan.errors import ConfigError
 from titan.testing.jobs import assert_same_curve, differences, train_job
 
-SPLITS_EXPERTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 TWICE = ("--train.micro_batch_size", "1")
 COMPILED = ("--plugins.compile.backend", "aot_eager")
 RECOMPUTE = "--plugins.activation_checkpoint.mode"
@@ -77,8 +76,6 @@ FOLDED = {
 
 @pytest.mark.parametrize("layout", sweep_but(FOLDED, "ep 2 of dp_shard 2", "ep 2 of dp_shard 4", "ep 2, tp 2"))
 def test_folded(layout: str, same_curve) -> None:
-    if "zero bubble" in layout and not SPLITS_EXPERTS:
-        pytest.skip("this PyTorch splits no backward of experts")
     ranks, words = FOLDED[layout]
     same = ("--model.balance", "bias", "--model.balance_rate", "0.01")
     same_curve(ranks, [*same, *words], (*same, *settings(words, "--model.n_layers")), MOE)

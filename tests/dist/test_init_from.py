@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import FOUR_LAYERS, GPT, LLAMA, SAVING, SELF_SEND, mesh, run_with_state
+from tests.jobs import FOUR_LAYERS, GPT, LLAMA, SAVING, mesh, run_with_state
 from tests.sweeps import swept_case
 from titan import cli
 from titan.testing.jobs import Outcome, assert_same_curve, read_rows, train_job
@@ -58,7 +58,6 @@ def test_gpt_s_joined_and_transposed_tensors(gpt: tuple[Path, Outcome], tmp_path
     assert_same_curve(curve, train_on({"dp_shard": 2, "tp": 2}, given, tmp_path, config=GPT))
 
 
-@pytest.mark.skipif(not SELF_SEND, reason="this PyTorch runs no V-shaped schedule on the CPU")
 @pytest.mark.parametrize("kind", ["hf", "before"])
 def test_both_copies_of_a_tied_head_on_one_rank(kind: str, gpt: tuple[Path, Outcome], tmp_path: Path) -> None:
     """A V-shaped schedule puts the first and the last stage on one rank."""

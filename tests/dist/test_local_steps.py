@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.commands import run_titan
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, SELF_SEND, THREE_STEPS, mesh, of_each_worker, stored
+from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, THREE_STEPS, mesh, of_each_worker, stored
 from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.contracts import ModelPart
@@ -283,7 +283,6 @@ def _each_part(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     return agreed({name: whole(p.detach()) for name, p in part.parameters()} for part in parts)
 
 
-@pytest.mark.skipif(not SELF_SEND, reason="a rank cannot send to itself")
 def test_a_tied_table_on_both_stages_of_a_rank_stays_one(tmp_path: Path) -> None:
     words = [*mesh(worker=2, pp=2), *local(2), *FOUR_LAYERS, "--model.tied", "true", "--train.steps", "4"]
     train_job(tmp_path, 4, *words, "--plugins.pipeline.schedule", "ZBVZeroBubble", run=_each_part)

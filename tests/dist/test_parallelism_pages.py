@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands import run_titan
 from titan.cli import main
@@ -73,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="initial weights differ before PyTorch 2.13")
 @pytest.mark.sweep
 @pytest.mark.parametrize(("page", "lines", "printed"), of_kind("titan train "), ids=lambda value: str(value)[:12])
 def test_a_run_prints_the_losses_of_the_page(page: str, lines: list[str], printed: list[str], folder: Path) -> None:

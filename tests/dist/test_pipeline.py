@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import SELF_SEND
 from tests.logits import logits_of
 from tests.sweeps import but_sweep, swept_case
 from titan.contracts import Batch, BuildContext, Engine, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
@@ -34,7 +33,7 @@ from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss
 from titan.training.gradients import global_norm
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV") if SELF_SEND else ()
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 
 SIZES: dict[str, Any] = {"dim": 16, "n_heads": 4, "vocab_size": 61, "max_seq_len": 8, "ffn_dim": 24}

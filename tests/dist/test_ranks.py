@@ -41,7 +41,8 @@ def _groups() -> list[tuple[int, timedelta]]:
     _enter()
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     own = dist.new_group(backend="gloo", timeout=timedelta(seconds=7))
-    return [_options(group) for group in (dist.group.WORLD, both.get_group("outer"), own)]
+    flat = both["outer", "inner"]._flatten("flat").get_group()
+    return [_options(group) for group in (dist.group.WORLD, both.get_group("outer"), flat, own)]
 
 
 def _chosen() -> int:
@@ -51,14 +52,24 @@ def _chosen() -> int:
     return ProcessGroupGloo(HashStore(), 0, 1, options).options._threads
 
 
+def _unknown() -> None:
+    _enter()
+    with pytest.raises(AttributeError, match="more_threads"):
+        ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=7), more_threads=True)  # type: ignore[call-overload]
+
+
 def test_every_gloo_group_has_one_worker() -> None:
     """Two write to one string without a lock and corrupt the heap, as `python -m bench.heap --kind gathers` shows."""
     default, minute, seven = (1, timedelta(minutes=30)), (1, timedelta(minutes=1)), (1, timedelta(seconds=7))
-    assert run_ranks(_groups, 2, init=False) == [[minute, default, seven]] * 2
+    assert run_ranks(_groups, 2, init=False) == [[minute, default, minute, seven]] * 2
 
 
-def test_options_that_a_caller_chose_stay() -> None:
-    assert run_ranks(_chosen, 1, init=False) == [3]
+def test_so_has_one_with_options_of_its_own() -> None:
+    assert run_ranks(_chosen, 1, init=False) == [1]
+
+
+def test_a_setting_that_is_no_option_is_not_passed_over() -> None:
+    run_ranks(_unknown, 1, init=False)
 
 
 def _sockets() -> int:
@@ -134,6 +145,36 @@ def test_the_formulas_of_the_docs_are_what_ranks_hold() -> None:
         assert f"| {kind} | {' | '.join(str(count) for count in row.values())} |" in docs
 
 
+class _Nccl:
+    """What PyTorch 2.15 has of NCCL, without it."""
+
+    class Options:
+        lazy_init = False
+
+
+def test_groups_of_nccl_connect_when_they_are_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each is split from that of all ranks, in a call of all: a rank that is lost never answers."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Nccl, raising=False)
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **more: made.append(more))
+    monkeypatch.setattr(mesh, "init_device_mesh", lambda *_, **more: made.append(more))
+    axes = [
+        Axis(name=name, data="dealt", weights="own" if name == "worker" else "copies", topology_order=0, doc="")
+        for name in ("worker", "tp")
+    ]
+    layout, _ = lay_out(axes, {"worker": 4, "tp": 2}, 8)
+    there = mesh.Mesh(layout, torch.device("cuda"), 0)
+    assert there.lose([2]) == [0, 1, 2, 3, 6, 7]
+    backends, *groups = made
+    assert [(name, options.lazy_init) for name, options in backends["backend_override"].values()] == [
+        ("nccl", True)
+    ] * 2
+    assert [(group["backend"], group["pg_options"].lazy_init) for group in groups] == [("nccl", True)] * 2
+    monkeypatch.setattr(_Nccl, "Options", object)
+    assert mesh.made_when_used() is None and there._backends(["tp"], [2]) == {"tp": "nccl"}
+
+
 def _mesh_like_a_gpu(device: str) -> tuple[list[str], dict[str, int]]:
     """The backend of each group of a mesh's axes, and the descriptors and threads that came with them.
 
@@ -147,6 +188,7 @@ def _mesh_like_a_gpu(device: str) -> tuple[list[str], dict[str, int]]:
         return make("cpu", shape, backend_override=backend_override, **more)
 
     mesh.init_device_mesh, mesh.ON_GPUS = faked, "fake"  # type: ignore[assignment]
+    mesh.made_when_used = lambda: None  # NCCL's options
     _enter()
     dist.barrier()  # so that its connections are there
     before = sockets._held()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import SAVING, SELF_SEND, mesh
+from tests.jobs import SAVING, mesh
 from tests.logits import logits_of
 from tests.sweeps import sweep_but
 from titan.config import load_job
@@ -42,8 +42,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", sweep_but(LAYOUTS, "tp 2", "tp 2, whole sequences"))
 def test_the_curve_is_one_ranks_and_replicas_are_equal(layout: str, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
-    if "ZBVZeroBubble" in words and not SELF_SEND:
-        pytest.skip("gloo of this PyTorch cannot send to itself")
     assert_same_curve(one_rank(config=FRILLS), train_job(tmp_path, world_size, *words, config=FRILLS))
 
 

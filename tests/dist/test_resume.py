@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.checkpoints import assert_same
-from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, mesh, run_with_state
+from tests.jobs import FOUR_LAYERS, GPT, SAVING, mesh, run_with_state
 from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.testing.jobs import JOB, Outcome, assert_same_curve, saved_tensors, train_job
 
 SAME = ("loss", "grad_norm", "lr", "tokens")
 HALF = ("--train.steps", "3")
-V_SHAPED = pytest.mark.skipif(not SELF_SEND, reason="this PyTorch runs no V-shaped schedule on the CPU")
 
 
 def ranks_of(words: list[str]) -> int:
@@ -127,8 +126,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     [
         swept_case(("1F1B", {}, mesh(dp_shard=2))),
         swept_case(("InterleavedZeroBubble", {}, mesh(pp=2))),
-        pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=V_SHAPED),
-        pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=(V_SHAPED, pytest.mark.sweep)),
+        ("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2)),
+        swept_case(("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2))),
     ],
 )
 def test_a_tied_head(schedule: str, wider: dict[str, int], other: list[str], tied: Outcome, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def me() -> Rank:
 
 def slowly() -> list[int]:
     """Rank 0 works for three times the timeout of a collective, then the others find what it has made."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=TIMEOUT_S))
     turns.BEAT_S = TIMEOUT_S / 5
     made = dist.distributed_c10d._get_default_store()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.jobs import LLAMA
@@ -192,25 +193,21 @@ def test_a_rank_shows_its_stacks_when_asked_and_goes_on(capfd: pytest.CaptureFix
 
 def _train(folder: str) -> list[tuple[int, float, int]]:
     """Of each change: the steps done before it, its seconds, and the number of groups that it reached."""
-    changed: list[tuple[str, float]] = []
     found, steps = [], []
-    set_one, set_all, step = dist.distributed_c10d._set_pg_timeout, trainer.set_timeouts, trainer.step
-
-    def note(timeout: timedelta, group: Any) -> None:
-        changed.append((group.group_name, timeout.total_seconds()))
-        set_one(timeout, group)
+    set_all, step = trainer.set_timeouts, trainer.step
 
     def note_all(mesh: Any, timeout_s: float) -> None:
-        changed.clear()
         set_all(mesh, timeout_s)
-        assert {seconds for _, seconds in changed} == {timeout_s}
-        found.append((len(steps), timeout_s, len({name for name, _ in changed})))
+        groups = {group.group_name: group for group in (dist.group.WORLD, *(group for _, group in mesh.groups()))}
+        timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()}
+        assert timeouts == {timedelta(seconds=timeout_s)}
+        found.append((len(steps), timeout_s, len(groups)))
 
     def count(*args: Any) -> Any:
         steps.append(1)
         return step(*args)
 
-    dist.distributed_c10d._set_pg_timeout, trainer.set_timeouts, trainer.step = note, note_all, count
+    trainer.set_timeouts, trainer.step = note_all, count
     words = ["--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.steps", "2", "--comm.init_timeout_s", "77"]
     run_job(folder, [*words, "--comm.timeout_s", "55", "--data.path", f"{folder}/text"], str(LLAMA))
     return found

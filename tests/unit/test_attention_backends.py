@@ -94,6 +94,8 @@ def test_a_window_makes_nothing_of_the_square_of_a_document() -> None:
     assert stored == {4 * 256 * 355}
 
 
+# As in test_cpu_attention.py.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operation_is_what_pytorch_asks_of_one() -> None:
     torch.library.opcheck(by_document._by_document, (*_inputs(2), DOCUMENTS, 3, 0.5))
 

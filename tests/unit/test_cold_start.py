@@ -167,7 +167,7 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("command", ["titan.train", "titan.cli", "bench.loss"])
+@pytest.mark.parametrize("command", ["titan.train", "titan.commands.config", "bench.loss"])
 def test_how_threads_wait_is_set_before_torch_is_imported(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP's library reads it when torch loads it, once."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

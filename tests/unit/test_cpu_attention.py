@@ -252,6 +252,9 @@ def test_a_machine_without_more_threads_computes_with_those_it_has(kernel: None)
     assert done.returncode == 0, done.stderr
 
 
+# The check itself reads `grad` of tensors that are not leaves (PyTorch 2.14 and 2.15), and hides what Python says of it
+# only where warnings are not errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("documents", [False, True])
 def test_pytorch_finds_no_fault_in_the_operation(documents: bool, dtype: torch.dtype) -> None:
     tensors, ids = _tensors(Shape(2, 4, 2, 70, 32, documents=20 * documents), dtype)

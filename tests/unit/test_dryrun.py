@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tests.sweeps import but_sweep
 from titan.config import Job, load_job
 from titan.errors import ConfigError
+from titan.packages import torch_release
 from titan.planner.dryrun import COMPONENTS, DryRun, dry_run, report
 from titan.planner.step.arithmetic import flops_per_token
 from titan.planner.step.layout import costs_of
@@ -132,9 +133,11 @@ def test_bf16_halves_what_is_computed_with_and_sums_in_fp32() -> None:
     assert half.steady == full.steady
     assert 2 * half.at_peak["gathered"] == full.at_peak["gathered"]
     assert full.at_peak["gradients"] == 4 * PARAMETERS
-    assert half.at_peak["gradients"] == 4 * PARAMETERS + 2 * VOCAB * DIM  # that of the head, before it is summed
-    saved = full.peak_by_component["saved"] - 4 * VOCAB * DIM  # the head's gradient, which is added to, not cast
-    assert 0.45 < half.peak_by_component["saved"] / saved < 0.55
+    # The gradient that the head has saved in forward: cast to be summed, or from PyTorch 2.15 on added as it is.
+    head, cast = VOCAB * DIM, torch_release() < (2, 15)
+    assert half.at_peak["gradients"] == 4 * PARAMETERS + 2 * head * cast
+    saved, halved = (run.peak_by_component["saved"] for run in (full, half))
+    assert 0.45 < (halved - 2 * head * (not cast)) / (saved - 4 * head) < 0.55
     assert 2 * _sent(half, "all_gather", "dp_shard")[1] == _sent(full, "all_gather", "dp_shard")[1]
     assert _sent(half, "reduce_scatter", "dp_shard") == _sent(full, "reduce_scatter", "dp_shard")
 
@@ -156,7 +159,8 @@ def test_pipeline(rank: int) -> None:
     assert run.stages == (rank,)
     both = [(c.kind, c.count, c.group_size) for c in run.collectives if (c.axes, c.bytes) == ("pp", hidden)]
     assert sorted(both) == [(kind, micro_batches, 2) for kind in ("recv", "send")]
-    assert run.at_peak["communication"] >= micro_batches * hidden  # torch keeps a buffer for each
+    kept = micro_batches if torch_release() < (2, 15) else 1  # torch kept a buffer for each
+    assert run.at_peak["communication"] >= kept * hidden
     assert run.peak.micro_batch >= 0
     split = ("--plugins.pipeline.schedule", "ZBVZeroBubble", "--plugins.bf16.enabled", "true")
     run = dry_run(_job(*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1", *split), rank)

@@ -22,7 +22,7 @@ from tests.sweeps import sweep_but
 from titan.config import load_job
 from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
 from titan.errors import ConfigError
-from titan.packages import install
+from titan.packages import install, torch_release
 from titan.plugins.memory import activation_checkpoint
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
@@ -245,8 +245,11 @@ def test_nor_does_it_where_it_is_compiled(recipe: str) -> None:
         backward = graphs[1]
         assert sum(backward[operation] for operation in PRODUCTS) == 4
         found[saving] = sum(backward[operation] for operation in costly)
-    # One scale serves both directions; a row's does not, so a backward needs no maximum of the forward.
-    assert found[False] - found[True] == (2 if recipe == "tensorwise" else 0), found
+    # One scale serves both directions; a row's does not, so a backward needs no maximum of the forward. From PyTorch
+    # 2.14 on a compiler takes two equal values for one only if the backward needs both. It needs no result of a block's
+    # last product, and so takes the maximum of that weight again.
+    last = torch_release() < (2, 14)
+    assert found[False] - found[True] == (1 + last if recipe == "tensorwise" else 0), found
 
 
 def _has_products(recipe: Any) -> bool:

@@ -99,15 +99,6 @@ def test_weights_on_the_host_where_gradients_are_summed_later_are_refused(words:
         job_of(*SMALL, *BATCH, *words, *PARAMETERS)
 
 
-def test_weights_on_the_host_are_refused_where_gradients_are_read_before_they_are_there(monkeypatch: Any) -> None:
-    within = (*WITHIN, "--plugins.fsdp.enabled", "true")
-    job_of(*SMALL, *within, *PARAMETERS)
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    job_of(*SMALL, *within, *OPTIMIZER)
-    with pytest.raises(ConfigError, match=r"PyTorch 2\.12.* to the host later; use PyTorch 2\.13, or: .*offload"):
-        job_of(*SMALL, *within, *PARAMETERS)
-
-
 ROUNDED = ("--plugins.bf16.pure", "true")
 ORDERS = {
     "rounded first": (*ROUNDED, *OPTIMIZER),

@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-from torch.torch_version import TorchVersion
 
 from titan.contracts import ModelPart, ModelSpec, Technique
-from titan.contracts.base.cost import Matmul
 from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
 from titan.layers.attention import AttentionCore
@@ -247,37 +245,3 @@ def test_what_a_split_backward_cannot_bear_is_refused() -> None:
 
 def _technique(kind: type[Technique], **options: Any) -> Technique:
     return kind(kind.Config(**options))
-
-
-@pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0+cu130", False)])
-def test_v_shaped_schedules_on_the_cpu_need_a_torch_that_sends_to_itself(
-    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    assert [version in text for text in _check(SMALL, 2, "DualPipeV", device="cpu")] == [True] * refused
-    assert _check(SMALL, 2, "DualPipeV") == []
-
-
-@pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.13.0", False)])
-def test_a_tied_head_that_is_sharded_needs_a_torch_that_gathers_it_for_each_backward(
-    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    sharder = _technique(FullyShardedDataParallel, zero_stage=2)
-    tied = replace(SMALL, tied=(("output.weight", "embed.weight"),))
-    assert [version in text for text in _check(tied, 2, "GPipe", techniques=(sharder,))] == [True] * refused
-    assert _check(SMALL, 2, "GPipe", techniques=(sharder,)) == []
-    assert _check(tied, 2, "1F1B", techniques=(sharder,)) == []
-    assert _check(tied, 2, "GPipe", techniques=(_technique(FullyShardedDataParallel, zero_stage=1),)) == []
-
-
-@pytest.mark.parametrize("version, refused", [("2.12.1", True), ("2.13.0", False)])
-def test_the_backward_of_experts_is_split_by_a_torch_that_can(
-    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    experts = Matmul(module="ffn.experts.w1", inputs=8, outputs=8, stack=4, used=2)
-    mixture = replace(SMALL, layer_ops=(*SMALL.layer_ops, experts))
-    texts = _check(mixture, 2, "InterleavedZeroBubble")
-    assert [f"PyTorch {version} cannot do for experts" in text for text in texts] == [True] * refused
-    assert _check(mixture, 2, "1F1B") == _check(SMALL, 2, "InterleavedZeroBubble") == []

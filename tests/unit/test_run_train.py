@@ -17,7 +17,7 @@ import pytest
 from tests.slurm import ROOT, executable
 
 TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "cut", "dirname", "env", "flock", "make", "mkdir", "paste", "rm", "sed")
-TOOLS += ("kill", "sh", "sort", "tr", "true")
+TOOLS += ("basename", "kill", "sh", "sort", "tr", "true")
 
 SAYS_ITS_WORDS = '#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; exit 75; }\n'
 """A Python that has titan."""
@@ -48,7 +48,7 @@ class House:
 
     def python(self, name: str = "python3", version: str = "3.11.7", lacks_titan: int = 1) -> Path:
         """Put a Python on the PATH, in the place of one of that name."""
-        too_old = int(version.startswith(("2.", "3.9", "3.10")))
+        too_old = int(version.startswith(("2.", "3.9", "3.10", "3.14")))
         text = FAKE_PYTHON.format(version=version, too_old=too_old, lacks_titan=lacks_titan)
         return executable(self.bin / name, text)
 
@@ -77,7 +77,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     for tool in TOOLS:
         if (found := shutil.which(tool)) is not None:
             (machine / tool).symlink_to(found)
-    for name in ("run_train.sh", "Makefile", "pyproject.toml", "scripts/python.sh"):
+    for name in ("run_train.sh", "Makefile", "pyproject.toml", "constraints.txt", "scripts/python.sh"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     house = House(root, machine, tmp_path / "calls")
@@ -85,8 +85,9 @@ def house(tmp_path: Path) -> Iterator[House]:
     yield house
 
 
-def _install(house: House, extras: str = "") -> str:
-    return f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}"
+def _install(house: House, extras: str = "", constraints: str = "constraints.txt") -> str:
+    constraint = f"--constraint {house.root}/{constraints}"
+    return f"-m pip install -qq --disable-pip-version-check {constraint} --editable {house.root}{extras}"
 
 
 @pytest.mark.parametrize("name", ["run_train.sh", "scripts/python.sh", ".ci/run"])
@@ -110,11 +111,32 @@ def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
     assert house.calls() == [_install(house), _install(house, "[dev,float8]")]
 
 
-def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) -> None:
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_what_is_changed_is_installed_again_with_its_extras(name: str, house: House) -> None:
     house.run(house.setup, "dev")
-    (house.root / "pyproject.toml").write_text("[project]\n")
+    (house.root / name).write_text("[project]\n")
     house.run(house.setup)
     assert house.calls() == [_install(house, "[dev]")] * 2
+
+
+def test_another_pytorch_has_an_environment_of_its_own(house: House) -> None:
+    house.run(house.setup)
+    other = house.run(house.setup, "dev", TITAN_TORCH="2.15.0")
+    assert other.stdout == f"{house.root}/.venv-2.15.0/bin/python\n"
+    assert other.stderr == "setting up .venv-2.15.0 (once, about a minute)\n"
+    assert house.calls() == [_install(house), _install(house, "[dev]", ".venv-2.15.0/constraints.txt")]
+    pinned = (house.root / ".venv-2.15.0" / "constraints.txt").read_text()
+    assert pinned == (ROOT / "constraints.txt").read_text().replace("torch==2.13.0\n", "torch==2.15.0\n")
+    assert house.run(house.setup, TITAN_TORCH="2.15.0").stdout == other.stdout and not house.calls()
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.16.0", "2.9.0", "2.15", "newest"])
+def test_a_pytorch_outside_the_range_is_one_clear_line(version: str, house: House) -> None:
+    done = house.run(house.setup, TITAN_TORCH=version)
+    assert (done.returncode, done.stdout, house.calls()) == (2, "", [])
+    assert done.stderr.startswith(f"error: TITAN_TORCH={version}: ") and done.stderr.count("\n") == 1
+    told = "titan needs PyTorch >=2.13,<2.16" if version.count(".") == 2 else "such as 2.15.0"
+    assert told in done.stderr
 
 
 def test_a_moved_repository_is_installed_again(house: House) -> None:
@@ -204,8 +226,10 @@ def test_titan_python_without_titan_is_one_clear_line(house: House) -> None:
 def test_an_old_python_is_one_clear_line_unless_there_is_a_newer_one_beside_it(house: House) -> None:
     old = house.python(version="3.9.2")
     done = house.run(house.setup)
-    said = f"error: titan needs Python 3.11 or newer; found 3.9.2 at {old}\n"
+    said = f"error: titan needs Python 3.11 to 3.13; found 3.9.2 at {old}\n"
     assert (done.returncode, done.stderr) == (2, said)
+    house.python(version="3.14.0")
+    assert house.run(house.setup).stderr == said.replace("3.9.2", "3.14.0")
     house.python("python3.12", version="3.12.1")
     assert house.run(house.setup).returncode == 0
 

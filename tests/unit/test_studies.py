@@ -14,6 +14,7 @@ from titan.contracts import Technique
 from titan.contracts.base.layout import Layout
 from titan.contracts.plugin import registry
 from titan.errors import ConfigError
+from titan.packages import torch_release
 from titan.planner.machine import cluster
 from titan.planner.report import STUDIES
 from titan.planner.report.studies import KINDS, Base, run
@@ -57,10 +58,12 @@ def test_weak_scaling_keeps_the_share_of_each_rank() -> None:
         copies = int(point.x) // 64
         words = (f"--mesh.dp_shard={copies}", f"--train.global_batch_size={320 * copies}")
         assert _same(point, _directly(*words))
-    assert [point.fits for point in study.points] == [False, True, True, True, True]
-    first = study.points[1].values  # the first that fits
+    fits = [point.fits for point in study.points]
+    assert fits == [torch_release() >= (2, 15), True, True, True, True]  # from PyTorch 2.15 on stages hold less
+    at = study.points[fits.index(True)]
+    first = at.values
     for point in study.points:
-        share = point.values["tokens_per_s"] / point.x / (first["tokens_per_s"] / 128)
+        share = point.values["tokens_per_s"] / point.x / (first["tokens_per_s"] / at.x)
         assert point.values["efficiency"] == pytest.approx(share, rel=1e-12)
     assert first["efficiency"] == 1.0
 

@@ -170,7 +170,7 @@ class AttentionCore(nn.Module):
         positions: [B, S] int64, places in the whole sequence.
         documents: [B, T] int64, the document of each place of the whole sequence; None: all of one.
         """
-        # `or` would be a branch that PyTorch 2.11 cannot compile.
+        # Only for PyTorch 2.11: `or` would be a branch that it cannot compile.
         operation = self.attend if self.operation is None else self.operation
         return operation(q, k, v, positions, documents)
 

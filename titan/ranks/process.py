@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 
 from titan import log
 from titan.config import Job
-from titan.contracts.base.mesh import Mesh
+from titan.contracts.base.mesh import Mesh, made_when_used
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RankFailedError, TitanError
 from titan.machine import let_segments_expand, raise_descriptor_limit, total_gib
 from titan.ranks import failure, watchdog
@@ -56,7 +56,8 @@ def join(job: Job, **options: Any) -> Rank:
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
         torch.use_deterministic_algorithms(True)
-    # A rank whose collective is late has NCCL's recorders of all ranks write, and then end their processes.
+    # A rank whose collective is late has NCCL's recorders write, and then ends its process: those of all ranks up to
+    # PyTorch 2.14, from 2.15 on each rank's own.
     nccl = rank.device.type == "cuda" and not job.keeps_own_pace
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=nccl)
     statement = statement_of(job, rank.device.type, **options) if rank.world_size > 1 else None
@@ -118,7 +119,8 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     raise_descriptor_limit()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     complete_in_order()
-    backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
+    on_cpu = rank.device.type == "cpu"
+    backend, options = ("gloo", None) if on_cpu else (f"cpu:gloo,{rank.device.type}:nccl", made_when_used())
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if rank.world_size > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]):
@@ -131,7 +133,8 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
             assemble(store, rank.number, rank.world_size, timeout_s - (time.monotonic() - began), statement)
         except RuntimeError as error:
             raise RankFailedError(f"the store of the ranks is gone ({str(error).splitlines()[0]})") from error
-    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+    number, count = rank.number, rank.world_size
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout, pg_options=options)
 
 
 def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement: Statement | None = None) -> None:
@@ -203,22 +206,27 @@ def complete_in_order() -> None:
     """Give every Gloo group made from now on one worker thread, which completes its collectives in order of issue.
 
     PyTorch gives a group two. Both write the name of the collective that they completed last into one string, without
-    a lock and with the flight recorder off too (2.11 to 2.14). The gathers of tensor parallelism have a name that does
+    a lock and with the flight recorder off too (2.11 to 2.15). The gathers of tensor parallelism have a name that does
     not fit into the string itself: when a reduction completes at the same time, one thread frees the memory that the
     other writes to, and the rank dies at some later allocation ("malloc(): unaligned tcache chunk detected").
     """
     _Gloo.__init__ = _make_with_one_worker
 
 
-def _make_with_one_worker(group: Any, store: Store, rank: int, size: int, *chosen: Any, **more: Any) -> None:
-    if not chosen and more.keys() == {"timeout"}:  # what PyTorch does with it alone, but for the number of threads
+def _make_with_one_worker(group: Any, store: Store, rank: int, size: int, options: Any = None, **settings: Any) -> None:
+    """What PyTorch makes of these settings, or of options, but for the number of threads.
+
+    AttributeError: a setting that is no option. Left to PyTorch, such a group would have two threads again.
+    """
+    if options is None:
+        options = _Gloo._Options()
         interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
         devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-        options = _Gloo._Options()
         options._devices = devices or [ProcessGroupGloo.create_default_device()]
-        options._threads, options._timeout = 1, more["timeout"]
-        chosen, more = (options,), {}
-    _make_gloo(group, store, rank, size, *chosen, **more)
+        for name, value in settings.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+    options._threads = 1
+    _make_gloo(group, store, rank, size, options)
 
 
 def _device(wanted: str, local: int) -> torch.device:
@@ -239,8 +247,9 @@ def _device(wanted: str, local: int) -> torch.device:
 def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
     """Set the longest wait of the collectives of training: long for a compiler at work, then short, to end a hang.
     Groups of a mesh do not inherit that of all ranks: PyTorch gives NCCL's its own default."""
+    assert dist.group.WORLD is not None
     for group in (dist.group.WORLD, *(group for _, group in mesh.groups())):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        group.set_timeout(timedelta(seconds=timeout_s))
 
 
 class _Peers:

@@ -38,18 +38,22 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from torch import nn
 
 from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
-from titan.contracts.base.cost import Matmul, Order, Stage
+from titan.contracts.base.cost import Order, Stage
 from titan.contracts.base.spec import nearest
+from titan.packages import torch_release
 
 from .orders import order
 from .stages import LOOPED, ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
 
 if TYPE_CHECKING:
     from .engine import TiedGradients
+
+KEEPS_BUFFERS = torch_release() < (2, 15)
+"""Whether torch has buffers for all micro batches; else it frees them as it goes, and for each stage of several on a
+rank as many wait as there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class PipelineParallel(Technique):
             return
         yield from self._check_stages(ranks, spec)
         yield from self._check_micro_batches(ranks, job)
-        yield from self._check_company(job, spec)
+        yield from self._check_company(job)
 
     def _check_stages(self, ranks: int, spec: ModelSpec) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
@@ -146,45 +150,30 @@ class PipelineParallel(Technique):
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: Job, spec: ModelSpec) -> Iterator[str]:
-        old = _before_2_13(torch.__version__)
+    def _check_company(self, job: Job) -> Iterator[str]:
+        if self.config.schedule not in SPLIT_BACKWARD:
+            return
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
-        on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
-        if self.config.schedule in V_SHAPED and on_cpu and old:
-            yield (
-                f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
-                "use 'Interleaved1F1B', or PyTorch 2.13"
-            )
-        if self.config.schedule in SPLIT_BACKWARD:
-            for why in job.stating("one_backward"):
-                yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
-            for why in job.stating("reduces_per_micro_batch"):
-                yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
-            if old and any(isinstance(op, Matmul) and op.stack > 1 for op in spec.layer_ops):
-                yield (
-                    f"{own} splits the backward pass, which PyTorch {torch.__version__} cannot do for experts; use "
-                    "'1F1B' or 'Interleaved1F1B', or PyTorch 2.13"
-                )
-        elif old and spec.tied and self.config.schedule != "1F1B":
-            for why in job.stating("reduces_per_micro_batch"):
-                yield (
-                    f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
-                    f"{torch.__version__} does not gather a tied head again; use '1F1B' or PyTorch 2.13, or: {why}"
-                )
+        for why in job.stating("one_backward"):
+            yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
+        for why in job.stating("reduces_per_micro_batch"):
+            yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Stages on their ranks, in the schedule's order, with torch's buffers to receive into."""
         ranks = job.layout.degree("pp")
         if ranks == 1:
             return costs
-        stages = ranks * self.config.stages_per_rank
+        each = self.config.stages_per_rank
+        stages = ranks * each
         layers = cut(job.spec, job.data.seq_len, stages, self.config.split_points)
         return replace(
             costs,
             stages=_placed(self.config.schedule, ranks, tuple(layers)),
             order=_order(self.config.schedule, ranks, stages),
             pipeline_axis="pp",
-            receive_buffers=job.micro_batches,
+            receive_buffers=job.micro_batches if KEEPS_BUFFERS else each * (each > 1),
+            transfers_kept=KEEPS_BUFFERS,
         )
 
     def split(self, model: nn.Module, context: BuildContext) -> Engine | None:
@@ -241,8 +230,3 @@ def _nearest_degree(ranks: int, each: int, layers: int) -> str:
 def _nearest_batch(schedule: str, ranks: int, unit: int, size: int) -> str:
     """Global batches of whole `unit`s near a size, of which the schedule takes the micro batches."""
     return nearest(size, lambda near: takes(schedule, ranks, near // unit), step=unit)
-
-
-@cache
-def _before_2_13(version: str) -> bool:
-    return tuple(map(int, version.split(".")[:2])) < (2, 13)  # 2.13.0a0 has it

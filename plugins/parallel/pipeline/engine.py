@@ -108,8 +108,17 @@ class _Stage(PipelineStage):
 
         Torch leaves them in the dtype of the parameters and would add the next ones to them there. What FSDP does at
         the end of a whole backward pass, and torch calls at the end of a step, moves them into the sum.
+
+        Torch 2.15 has FSDP's parameters ask for the dtype of the sum, and would cast each gradient before it is added.
         """
+        summed = {
+            parameter: parameter.grad_dtype for parameter in self.submod.parameters() if parameter.grad is not None
+        }
+        for parameter in summed:
+            parameter.grad_dtype = None
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        for parameter, dtype in summed.items():
+            parameter.grad_dtype = dtype
         if isinstance(self.submod, FSDPModule):
             self.submod._get_fsdp_state()._root_post_backward_final_callback()
             return

@@ -4,8 +4,17 @@ from titan.testing.faults import Fault
 
 PREEMPTION = "tests/dist/test_preemption.py"
 LAUNCH = "tests/dist/test_launch.py"
+RANKS = "tests/dist/test_ranks.py"
 
 FAULTS = (
+    Fault("a PyTorch that nobody has tried", "titan/packages.py",
+        "TORCH[0] <= torch_release() <= TORCH[1]", "TORCH[0] <= torch_release()",
+        ("tests/unit/test_torch_version.py::test_another_version_is_refused_in_one_sentence[titan-2.16.0]",)),
+    Fault("a gloo group with two threads that write to one string", "titan/ranks/process.py",
+        "    options._threads = 1\n", "", (f"{RANKS}::test_every_gloo_group_has_one_worker",)),
+    Fault("a lost worker's ranks that a new group of NCCL waits for", "titan/contracts/base/mesh.py",
+        '"pg_options": made_when_used()', '"pg_options": None',
+        (f"{RANKS}::test_groups_of_nccl_connect_when_they_are_first_used",)),
     Fault("OpenMP's threads that spin while they wait", "titan/__init__.py",
         'os.environ.setdefault("GOMP_SPINCOUNT", "10000")', 'os.environ.get("GOMP_SPINCOUNT", "10000")',
         ("tests/unit/test_cold_start.py::test_how_threads_wait_is_set_before_torch_is_imported",)),

@@ -24,8 +24,9 @@ _SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")  # in thes
 
 def is_collective(operation: OpOverload) -> bool:
     """Whether an operation communicates with other ranks."""
-    local = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
-    return operation.namespace in ("c10d", "_c10d_functional") and operation._schema.name not in local
+    local = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan")
+    name = operation._schema.name.rpartition("::")[2]
+    return operation.namespace in ("c10d", "_c10d_functional") and name not in local
 
 
 def in_place(operation: OpOverload) -> bool:
@@ -38,8 +39,8 @@ def kind_of(operation: OpOverload) -> str:
     """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
     name = operation._schema.name.rpartition("::")[2].strip("_").removesuffix("_out")
     flat = name.replace("_", "")  # PyTorch has other names too: allgather_base, all_gather_into_tensor_coalesced
-    point_to_point = {"isend": "send", "irecv": "recv"}.get(name, name)
-    return next((kind for kind in PASSES if flat.startswith(kind.replace("_", ""))), point_to_point)
+    others = {"isend": "send", "irecv": "recv", "gather_into_tensor": "gather"}
+    return next((kind for kind in PASSES if flat.startswith(kind.replace("_", ""))), others.get(name, name))
 
 
 def group_of(args: Any) -> dist.ProcessGroup:

@@ -16,6 +16,24 @@ ON_GPUS = "nccl"
 """The backend of groups of ranks on GPUs; RCCL, AMD's, has the same name."""
 
 
+def made_when_used() -> Any:
+    """Options of a group of NCCL whose members connect when they first use it; None where they do so without. One group
+    each: PyTorch keeps the object.
+
+    PyTorch 2.15 would connect all ranks at the start, and split every other group from theirs: in a call of all ranks,
+    lost ones too, for each group along each axis.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options() if dist.is_nccl_available() else None
+    if not hasattr(options, "lazy_init"):
+        return None
+    options.lazy_init = True
+    return options
+
+
+def _on_gpus() -> Any:
+    return ON_GPUS if (options := made_when_used()) is None else (ON_GPUS, options)
+
+
 class Mesh:
     """A layout with its process groups, on one rank.
 
@@ -51,7 +69,7 @@ class Mesh:
     def _backends(self, names: Sequence[str], shape: Sequence[int]) -> Any:
         # A dimension of all ranks uses the process group of all, which is there.
         world = self.layout.world_size
-        own = {name: ON_GPUS for name, size in zip(names, shape, strict=True) if size < world}
+        own = {name: _on_gpus() for name, size in zip(names, shape, strict=True) if size < world}
         return own if self.device.type == "cuda" and own else None
 
     def __contains__(self, axis: str) -> bool:
@@ -90,7 +108,7 @@ class Mesh:
         if len(key) == 1:
             return pieces[key[0]]
         if key not in self._flat:
-            own = ON_GPUS if self.device.type == "cuda" else None
+            own = _on_gpus() if self.device.type == "cuda" else None
             self._flat[key] = _beside(list(pieces.values()))._flatten("_".join(key), backend_override=own)
         return self._flat[key]
 
@@ -152,14 +170,15 @@ class Mesh:
         By their ranks, as `use_local_synchronization` does, names depend on how many groups a rank has destroyed.
         """
         self._there = [worker for worker in self._there if worker not in workers]
-        axis, own = self.layout.worker_axis, ON_GPUS if self.device.type == "cuda" else None
+        axis, on_gpus = self.layout.worker_axis, self.device.type == "cuda"
+        own: dict[str, Any] = {"backend": ON_GPUS, "pg_options": made_when_used()} if on_gpus else {}
         groups: dict[tuple[int, ...], list[int]] = {}  # by the place inside of a worker
         for rank in range(self.layout.world_size):
             at = self.layout.coordinate(rank)
             if at.pop(axis) in self._there:
                 groups.setdefault(tuple(at.values()), []).append(rank)
         for ranks in groups.values():
-            group = dist.new_group(ranks, backend=own)
+            group = dist.new_group(ranks, **own)
             self._remaining = group if self.rank in ranks else self._remaining
         return sorted(rank for ranks in groups.values() for rank in ranks)
 

@@ -15,6 +15,7 @@ from titan.contracts.base.casts import CastParameters
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
+from titan.packages import torch_release
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ def sum_gradients(root: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
+
+SPARE_COPIES = torch_release() < (2, 15)
+"""Whether FSDP2 keeps gradients beside the copies that it reduces, and copies those of a rank that shards with no other
+once more, divided by 1; see `cost.GatherPolicy`."""
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 WrapPlace = Literal["recompute", "compile", "call"]

@@ -134,11 +134,14 @@ class GatherPolicy:
         "step": reduced once; until then the rank adds up unsharded gradients.
     sums_replicas: reduced gradients stay until the backward ends, in the dtype of the reduction, and are summed over
         replicas.
+    spare_copies: a unit's gradients stay until their copies are reduced; where a rank sums shards with no other, these
+        are divided by 1 into further ones.
     """
 
     gather_every: Literal["use", "micro_batch", "step"]
     reduce_every: Literal["micro_batch", "step"]
     sums_replicas: bool = False
+    spare_copies: bool = False
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -272,7 +275,8 @@ class Costs:
     stages: stages of the whole pipeline.  order: micro batches per step -> order of actions per pipeline rank.
     pipeline_axis: mesh axis of the pipeline; empty: no transfers.
     blocking: sends and receives hold the rank until the transfer is done, instead of running beside computation.
-    receive_buffers: micro batches per neighbor for which a stage has allocated receive buffers.
+    receive_buffers: micro batches per neighbor that a stage has buffers for, to receive into, beside the next one's.
+    transfers_kept: these buffers last through the step, and what a stage has sent through its backward.
     sent_over: axes whose ranks each send a slice of the hidden states to the next stage, and gather the slices there.
     loss_chunks: parts of a micro batch's tokens in which head and loss run, one after the other.
     loss_in_forward: the head's gradients are made in its forward, right after the logits of the same tokens.
@@ -320,6 +324,7 @@ class Costs:
     pipeline_axis: str = ""
     blocking: bool = False
     receive_buffers: int = 0
+    transfers_kept: bool = False
     sent_over: tuple[str, ...] = ()
     loss_chunks: int = 1
     loss_in_forward: bool = False

@@ -1,0 +1,246 @@
+"""Runs on each PyTorch what a new release breaks first, one after the other, each in an environment of its own.
+
+    make matrix                                      # those of titan.packages.TORCH_RUN; 20 minutes each on two cores
+    python -m bench.versions [VERSION[=PYTHON] ...]  # these, and keep the results of the others
+
+PYTHON is what the environment is built on; default: python3.11 for the oldest, python3.12 and python3.13 for the newer
+ones, where they are on the PATH. An environment is `.venv-VERSION` (scripts/python.sh), of up to 8 GB with CUDA. For a
+version outside the range, as the GPU machine's, PYTHON has it, and what scripts/gpu_bundle.sh asks for, installed.
+
+Parts: all modules are imported with warnings as errors; the quickstart trains, and says no warning; unit and contract
+tests with their sweeps, and of these once more those that hold plans against dry runs; the cases of
+tests/dist/test_versions.py; drawn jobs against one rank (tests/fuzz); two jobs that resume. Outside the range: imports,
+the quickstart, and the list of docs/gpu.md as a rehearsal on the CPU. Exit code 1: a part failed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from tqdm import tqdm
+
+from bench import results
+from titan.packages import TORCH, TORCH_CHOSEN, TORCH_RUN, untried_torch
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("python3.11", "python3.12", "python3.13")
+EXTRAS = ("dev", "float8", "hf", "plot", "tune", "wandb")
+PLANS = ("test_planned_memory", "test_accumulation", "test_planned_workers", "test_compressed_plan")
+"""Modules of unit tests that compare a plan with a dry run."""
+RESUMED = ("test_on_the_same_layout_bit_for_bit", "test_twice_across_layouts_in_the_middle_of_an_epoch")
+SEED, DRAWN = 2026, 60
+IMPORTS = """
+import importlib, pkgutil, titan
+names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.") if "__main__" not in module.name]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+Row = dict[str, Any]
+"""part; passed, failed, skipped: tests; seconds; failures: names of tests, or the end of what was printed."""
+
+
+def main() -> int:
+    """Run the parts on the versions named, print and write the results; returns the exit code."""
+    words = _parser().parse_args()
+    if words.here:
+        words.here.write_text(json.dumps({"python": platform.python_version(), **_here()}), encoding="utf-8")
+        return 0
+    path = results.FOLDER / "versions.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["versions"] if path.is_file() else {}
+    asked = [each.partition("=")[::2] for each in words.versions or _defaults()]
+    try:
+        for version, base in tqdm(asked, unit="version", disable=None):
+            found[version] = {**results.about(), "torch": version, **_on(version, base)}
+    finally:
+        kept = {version: found[version] for version in sorted(found)}
+        print(results.write("versions", {"seed": SEED, "versions": kept}))
+    rows = [(version, row) for version, _ in asked for row in found[version]["parts"]]
+    for version, row in rows:
+        print(f"{version}: {row['part']}: {told(row)}")
+    return int(any(row["failed"] for _, row in rows))
+
+
+def in_range(version: str) -> bool:
+    """Whether titan is for a version of PyTorch."""
+    major, minor = map(int, version.split(".")[:2])
+    return TORCH[0] <= (major, minor) <= TORCH[1]
+
+
+def told(row: Row) -> str:
+    """A cell of the table of docs/versions.md: "4,000 passed, 12 skipped"."""
+    counts = ((row["failed"], "failed"), (row["passed"], "passed"), (row["skipped"], "skipped"))
+    return ", ".join(f"{count:,} {what}" for count, what in counts if count or what == "passed")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION[=PYTHON]", help="default: those in the docs' table")
+    parser.add_argument("--here", type=Path, help="run the parts with this Python, and write them to a file")
+    return parser
+
+
+def _defaults() -> Iterator[str]:
+    for version, name in zip(TORCH_RUN, PYTHONS, strict=True):
+        yield f"{version}={name}" if shutil.which(name) else version
+
+
+def _on(version: str, base: str) -> dict[str, Any]:
+    """Set up the environment of a version, on that Python if one is named, and run the parts there."""
+    environment = {**os.environ, TORCH_CHOSEN: version}
+    for name in ("VIRTUAL_ENV", "TITAN_PYTHON", "PYTHONPATH"):
+        environment.pop(name, None)
+    with tempfile.TemporaryDirectory() as folder:
+        if not in_range(version):
+            return _on_another(version, base, Path(folder), environment)
+        if base:
+            found = shutil.which(base)
+            if found is None:
+                raise SystemExit(f"error: no Python {base}")
+            (Path(folder) / "python3").symlink_to(found)
+            environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+        setup = [ROOT / "scripts" / "python.sh", *EXTRAS]
+        python = subprocess.run(setup, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        return _there(python, ROOT, environment)
+
+
+def _on_another(version: str, python: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """The parts for a version outside the range, with a Python that has it. Titan is installed in the folder for it."""
+    if not python:
+        raise SystemExit(f"error: PyTorch {version} is outside the range; name a Python that has it: {version}=PYTHON")
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder / "site", ROOT]
+    subprocess.run(install, env=environment, check=True)
+    for name in ("bench", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    return _there(python, folder, {**environment, "PYTHONPATH": str(folder / "site")})
+
+
+def _there(python: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What `_here` finds with another Python, from a folder that has bench and tests."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "found.json"
+        subprocess.run([python, "-m", "bench.versions", "--here", out], cwd=folder, env=environment, check=True)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+# --- with the Python of a version -----------------------------------------------------------------------------------
+
+
+def _here() -> dict[str, Any]:
+    if not in_range(torch.__version__):
+        return {"parts": [_imports(), _quickstart(), _rehearsed()], "cases": {}}
+    tests = _cases("tests/unit", "tests/contract")
+    versions = _cases("tests/dist/test_versions.py")
+    resumed = _cases("tests/dist/test_resume.py", "-k", " or ".join(RESUMED))
+    plans = [case for case in tests if case["module"] in PLANS]
+    parts = [
+        _imports(),
+        _quickstart(),
+        _row("unit and contract tests, with sweeps", tests),
+        _row("of them, plans against dry runs", plans),
+        _row("compiled, split and recomputed", versions),
+        _drawn(),
+        _row("resumed jobs", resumed),
+    ]
+    works = {case["name"].partition("[")[2].removesuffix("]"): case["outcome"] == "passed" for case in versions}
+    return {"parts": parts, "cases": {name: works[name] for name in works if name}}
+
+
+def _run(*command: str | Path, cwd: Path | None = None) -> tuple[int, str, float]:
+    """(exit code, what was printed, seconds)"""
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout, time.perf_counter() - began
+
+
+def _single(part: str, good: bool, passed: int, printed: str, seconds: float) -> Row:
+    failures = [] if good else [printed[-2000:]]
+    counts = {"passed": passed * good, "failed": int(not good), "skipped": 0}
+    return {"part": part, **counts, "seconds": round(seconds), "failures": failures}
+
+
+def _imports() -> Row:
+    code, printed, seconds = _run(sys.executable, "-W", "error", "-c", IMPORTS)
+    lines = printed.split()
+    return _single(
+        "modules imported, warnings are errors", code == 0, int(lines[-1]) if code == 0 else 0, printed, seconds
+    )
+
+
+def _quickstart() -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--train.steps", "6", "--data.cache", f"{folder}/tokens", "--run.dir", f"{folder}/runs")
+        code, printed, seconds = _run(sys.executable, "-P", "-m", "titan.launch", *words, cwd=Path(folder))
+    warned = "arning" in printed.replace(untried_torch() or "no remark", "")
+    return _single("the quickstart, without a warning", code == 0 and not warned, 1, printed, seconds)
+
+
+def _rehearsed() -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--rehearse", "--results", f"{folder}/gpu.jsonl", "--scratch", f"{folder}/runs")
+        code, printed, seconds = _run(sys.executable, "-m", "bench.gpu", *words)
+        count = len(Path(folder, "gpu.jsonl").read_text().splitlines())
+    return _single("the list of measurements on a GPU, rehearsed on the CPU", code == 0, count, printed, seconds)
+
+
+def _cases(*words: str) -> list[dict[str, Any]]:
+    """name, module, outcome and seconds of each test that pytest runs by these words."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        settings = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-q", "-m", "sweep or not sweep")
+        _, printed, _ = _run(sys.executable, "-m", "pytest", *settings, f"--junitxml={report}", *words)
+        if not report.is_file():
+            raise SystemExit(f"error: pytest wrote no report\n{printed[-4000:]}")
+        return [_case(element) for element in ElementTree.parse(report).iter("testcase")]
+
+
+def _case(element: ElementTree.Element) -> dict[str, Any]:
+    kinds = {child.tag for child in element}
+    outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    module = element.get("classname", "").rpartition(".")[2]
+    return {
+        "name": element.get("name", ""),
+        "module": module,
+        "outcome": outcome,
+        "seconds": float(element.get("time", 0)),
+    }
+
+
+def _row(part: str, cases: Iterable[dict[str, Any]]) -> Row:
+    counts, failures, seconds = dict.fromkeys(("passed", "failed", "skipped"), 0), [], 0.0
+    for case in cases:
+        counts[case["outcome"]] += 1
+        seconds += case["seconds"]
+        failures += [f"{case['module']}::{case['name']}"] if case["outcome"] == "failed" else []
+    return {"part": part, **counts, "seconds": round(seconds), "failures": failures}
+
+
+def _drawn() -> Row:
+    from tests.fuzz.draw import draw
+    from tests.fuzz.judge import Judge
+
+    began, kinds, failures = time.perf_counter(), {"agreed": 0, "refused": 0, "failed": 0}, []
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(Path(folder))
+        for index in tqdm(range(DRAWN), unit="job", disable=None):
+            verdict = judge.judge(draw(SEED, index))
+            kinds[verdict.kind] += 1
+            failures += [f"job {index}: {verdict.reason}"[:2000]] if verdict.kind == "failed" else []
+    counts = {"passed": kinds["agreed"] + kinds["refused"], "failed": kinds["failed"], "skipped": 0}
+    return {"part": "drawn jobs", **counts, "seconds": round(time.perf_counter() - began), "failures": failures}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
