@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ PLANS = ("test_planned_memory", "test_accumulation", "test_planned_workers", "te
 """Modules of unit tests that compare a plan with a dry run."""
 RESUMED = ("test_on_the_same_layout_bit_for_bit", "test_twice_across_layouts_in_the_middle_of_an_epoch")
 SEED, DRAWN = 2026, 60
+VERSION = re.compile(r"[1-9]\d*\.\d+\.\d+")
 IMPORTS = """
 import importlib, pkgutil, titan
 names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.") if "__main__" not in module.name]
@@ -53,19 +55,27 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Run the parts on the versions named, print and write the results; returns the exit code."""
-    words = _parser().parse_args()
+    parser = _parser()
+    words = parser.parse_args()
     if words.here:
-        words.here.write_text(json.dumps({"python": platform.python_version(), **_here()}), encoding="utf-8")
+        about = {"python": platform.python_version(), "torch": torch.__version__}
+        words.here.write_text(json.dumps({**about, **_here()}), encoding="utf-8")
         return 0
     path = results.FOLDER / "versions.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["versions"] if path.is_file() else {}
     asked = [each.partition("=")[::2] for each in words.versions or _defaults()]
+    for version, base in asked:
+        if not VERSION.fullmatch(version) or not (shutil.which(base) if base else in_range(version)):
+            parser.error(f"{version}={base}: write a version, such as 2.15.0, and a Python outside the range")
+    done = []
     try:
         for version, base in tqdm(asked, unit="version", disable=None):
-            found[version] = {**results.about(), "torch": version, **_on(version, base)}
+            found[version] = {**results.about(), **_on(version, base)}
+            done.append(version)
     finally:
         kept = {version: found[version] for version in sorted(found)}
-        print(results.write("versions", {"seed": SEED, "versions": kept}))
+        if done:
+            print(results.write("versions", {"seed": SEED, "versions": kept}))
     rows = [(version, row) for version, _ in asked for row in found[version]["parts"]]
     for version, row in rows:
         print(f"{version}: {row['part']}: {told(row)}")
@@ -105,10 +115,7 @@ def _on(version: str, base: str) -> dict[str, Any]:
         if not in_range(version):
             return _on_another(version, base, Path(folder), environment)
         if base:
-            found = shutil.which(base)
-            if found is None:
-                raise SystemExit(f"error: no Python {base}")
-            (Path(folder) / "python3").symlink_to(found)
+            (Path(folder) / "python3").symlink_to(shutil.which(base) or base)
             environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
         setup = [ROOT / "scripts" / "python.sh", *EXTRAS]
         python = subprocess.run(setup, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -117,8 +124,6 @@ def _on(version: str, base: str) -> dict[str, Any]:
 
 def _on_another(version: str, python: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
     """The parts for a version outside the range, with a Python that has it. Titan is installed in the folder for it."""
-    if not python:
-        raise SystemExit(f"error: PyTorch {version} is outside the range; name a Python that has it: {version}=PYTHON")
     install = [python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder / "site", ROOT]
     subprocess.run(install, env=environment, check=True)
     for name in ("bench", "tests"):
@@ -132,6 +137,8 @@ def _there(python: str, folder: Path, environment: dict[str, str]) -> dict[str, 
         out = Path(place) / "found.json"
         subprocess.run([python, "-m", "bench.versions", "--here", out], cwd=folder, env=environment, check=True)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        if found["torch"].partition("+")[0] != environment[TORCH_CHOSEN]:
+            raise SystemExit(f"error: {python} has PyTorch {found['torch']}, not {environment[TORCH_CHOSEN]}")
         return found
 
 
@@ -183,7 +190,7 @@ def _quickstart() -> Row:
     with tempfile.TemporaryDirectory() as folder:
         words = ("--train.steps", "6", "--data.cache", f"{folder}/tokens", "--run.dir", f"{folder}/runs")
         code, printed, seconds = _run(sys.executable, "-P", "-m", "titan.launch", *words, cwd=Path(folder))
-    warned = "arning" in printed.replace(untried_torch() or "no remark", "")
+    warned = "arning" in printed.replace(f"warning: {untried_torch()}", "")
     return _single("the quickstart, without a warning", code == 0 and not warned, 1, printed, seconds)
 
 

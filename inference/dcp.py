@@ -86,7 +86,8 @@ class DcpWeights:
     def _unreadable(self, error: BaseException) -> Exception:
         error = _first(error)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return by_errno(error, CheckpointError(f"{self.path} cannot be read by torch.distributed.checkpoint: {reason}"))
+        what = f"{self.path} cannot be read by torch.distributed.checkpoint of PyTorch {torch.__version__}: {reason}"
+        return by_errno(error, CheckpointError(f"{what}; if a newer one wrote it, convert it there"))
 
 
 @contextmanager

@@ -10,6 +10,9 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# An active .venv-VERSION says what TITAN_TORCH does.
+case ${VIRTUAL_ENV:-} in "$root"/.venv-*) TITAN_TORCH=${TITAN_TORCH:-${VIRTUAL_ENV#"$root"/.venv-}} ;; esac
+TITAN_TORCH=${TITAN_TORCH:-}
 venv=$root/.venv${TITAN_TORCH:+-$TITAN_TORCH}
 stamp=$venv/titan.stamp
 extras=("$@")
@@ -24,7 +27,7 @@ fail() {
 has_titan() {
     local modules=(titan.plugins titan.planner titan.inference titan.testing titan.configs tomlkit)
     [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest xdist ruff mypy)
-    PYTHONSAFEPATH=1 "$1" - "${TITAN_TORCH:-}" "${modules[@]}" 2>/dev/null <<'END'
+    PYTHONSAFEPATH=1 "$1" - "$TITAN_TORCH" "${modules[@]}" 2>/dev/null <<'END'
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -58,12 +61,11 @@ python_to_build_on() {
     fail "titan needs Python 3.11 to 3.13; found ${found:-none}"
 }
 
-# TITAN_TORCH must be in the range of pyproject.toml, ">=OLDEST,<AFTER".
-check_torch() {
+# Whether TITAN_TORCH is in the range of pyproject.toml, ">=OLDEST,<AFTER".
+check_range() {
     local range oldest after
     range=$(sed -n 's/^ *"torch\([<>].*\)",$/\1/p' -- "$root/pyproject.toml")
     after=${range#*<} oldest=${range%,*}
-    [[ $TITAN_TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "TITAN_TORCH=$TITAN_TORCH: write a version of PyTorch, such as 2.15.0"
     [ "$(printf '%s\n' "${oldest#>=}" "$TITAN_TORCH" "$after" | sort -V | sed -n 2p)" = "$TITAN_TORCH" ] && [ "$TITAN_TORCH" != "$after" ] ||
         fail "TITAN_TORCH=$TITAN_TORCH: titan needs PyTorch $range; choose one of these, or unset TITAN_TORCH for that of constraints.txt"
 }
@@ -99,7 +101,6 @@ refuse_to_set_up() {
 
 set_up() {
     local base pip all constraints=$root/constraints.txt
-    [ -z "${TITAN_TORCH:-}" ] || check_torch
     base=$(python_to_build_on)
     echo "setting up $(basename -- "$venv") (once, about a minute)" >&2
     [ ! -f "$stamp" ] || extras+=($(cut -d' ' -f2- -- "$stamp"))
@@ -108,25 +109,31 @@ set_up() {
     [ -x "$venv/bin/python" ] || "$base" -m venv -- "$venv" >/dev/null 2>&1 || "$base" -m venv --clear --without-pip -- "$venv"
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$venv/bin/python")
-    if [ -n "${TITAN_TORCH:-}" ]; then
+    if [ -n "$TITAN_TORCH" ]; then
         constraints=$venv/constraints.txt
         sed "s/^torch==.*/torch==$TITAN_TORCH/" -- "$root/constraints.txt" >"$constraints"
     fi
     all=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | paste -sd, -)
     "${pip[@]}" install -qq --disable-pip-version-check --constraint "$constraints" --editable "$root${all:+[$all]}" >&2 ||
-        fail "setting up $(basename -- "$venv") failed; what pip said is above. Run the command again to go on"
+        fail "setting up $(basename -- "$venv") failed; what pip said is above. Run the command again to go on${TITAN_TORCH:+, if there is a PyTorch $TITAN_TORCH}"
     echo "$(fingerprint) ${all//,/ }" >"$stamp"
 }
 
 remove_leftovers
+[[ $TITAN_TORCH =~ ^([1-9][0-9]*\.[1-9][0-9]*\.(0|[1-9][0-9]*))?$ ]] ||
+    fail "TITAN_TORCH=$TITAN_TORCH: write a version of PyTorch, such as 2.15.0"
 if [ -n "${TITAN_PYTHON:-}" ]; then
-    has_titan "$TITAN_PYTHON" ||
+    command -v -- "$TITAN_PYTHON" >/dev/null || fail "TITAN_PYTHON=$TITAN_PYTHON: there is no such program"
+    if ! has_titan "$TITAN_PYTHON"; then
+        [ -z "$TITAN_TORCH" ] || check_range
         fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}${TITAN_TORCH:+ on PyTorch $TITAN_TORCH}; run:" \
             "$TITAN_PYTHON -m pip install -e '$root${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}'${TITAN_TORCH:+ torch==$TITAN_TORCH}"
+    fi
     echo "$TITAN_PYTHON"
 elif [ ! "${VIRTUAL_ENV:-}" -ef "$venv" ] && has_titan python3; then
     command -v python3
 else
+    [ -z "$TITAN_TORCH" ] || check_range
     if ! is_set_up; then
         refuse_to_set_up
         # One at a time: a second first call waits here and then finds all done. Not every file system can lock.

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, overrides = _without_overrides(words)
     asked = next((word for word in own if not word.startswith("-")), "")
     try:
-        check_torch()
+        if "--version" not in words:
+            check_torch()
         commands = _commands(asked)
     except TitanError as error:
         report(error)

@@ -46,8 +46,8 @@ def check_torch() -> None:
     oldest, newest = (".".join(map(str, release)) for release in TORCH)
     what = f"PyTorch {here} is installed" if here else "no PyTorch is installed"
     anyway = f", or set {TORCH_CHOSEN}={here.partition('+')[0]} to run on this one all the same" if here else ""
-    why = f"{what}, but titan needs {oldest} to {newest}"
-    raise PluginError(f"{why}; install one (pip install torch=={TORCH_RUN[-1]}){anyway}")
+    pip = shlex.join([sys.executable, "-m", "pip", "install", f"torch=={TORCH_RUN[-1]}"])
+    raise PluginError(f"{what}, but titan needs {oldest} to {newest}; install one ({pip}){anyway}")
 
 
 def untried_torch() -> str:

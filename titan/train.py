@@ -45,8 +45,6 @@ def _built(words: list[str], rank: int) -> build.Run:
     job = load_job(path, overrides, launched_world_size())
     me = process.join(job)
     log.set_up(rank)
-    if remark := untried_torch():
-        log.log.warning(remark)
     for sentence in said_of(path, overrides):
         log.log.info(sentence)
     if job.run.sample_prompt and _inference is None:
@@ -97,6 +95,8 @@ def _greet(run: build.Run) -> None:
     active = f", {spec.active_params:,} active per token" if spec.active_params < spec.params else ""
     log.log.info(f"model: {job.model.name}, {spec.params:,} parameters{active}; layout: {job.layout}")
     log.log.info(f"techniques: {', '.join(t.name for t in job.techniques) or 'none'}")
+    if remark := untried_torch():
+        log.log.warning(remark)
     for sentence in without_effect(job):
         log.log.warning(sentence)
     log.log.info(

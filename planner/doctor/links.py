@@ -94,6 +94,8 @@ def measure(clock: Clock, layout: Layout) -> list[Reading]:
         for collective in get_args(Collective):
             for size in BYTES[clock.me.device.type]:
                 taken.append(_collective(clock, collective, mine, size, kind, names))
+    # All ranks: a group of NCCL connects when its members use it, and in a round of pairs one may have no partner.
+    dist.all_reduce(torch.zeros(1, device=clock.me.device))
     for kind, pairs in layout.rounds():
         for size in PAIR_BYTES[clock.me.device.type]:
             taken += _pair(clock, layout, pairs, size, kind)

@@ -170,7 +170,8 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[tupl
         if kind_ == "I":  # what the weights' gradients are made of stays
             moments = [moment._replace(gone=0.0) for moment in moments]
         if index == last.get(number):
-            moments = [*moments, *stage.reductions]
+            also = stage.awaited * (kind_ == "W")
+            moments = [*moments, *(moment._replace(gone=moment.gone + also) for moment in stage.reductions)]
         if kind_ == "F":
             if now + stage.making + left > largest:
                 largest, most = now + stage.making + left, (now + stage.making, left, 0.0)
@@ -187,6 +188,9 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[tupl
             left += stage.left
         if kind_ == "I":
             now += stage.awaited
+            computing = max(computing, now)
+            if now + left > largest:
+                largest, most = now + left, (now, left, 0.0)
         if kind_ in "BW":
             now -= stage.kept + stage.awaited * (kind_ == "W")
     return most, computing

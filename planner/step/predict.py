@@ -100,9 +100,8 @@ class Prediction:
         }
 
 
-NOT_OF_STAGES = tuple(
-    f.name for f in fields(Costs) if f.name not in ("stages", "order", "pipeline_axis", "receive_buffers")
-)
+OF_STAGES = ("stages", "order", "pipeline_axis", "receive_buffers", "transfers_kept")
+NOT_OF_STAGES = tuple(field.name for field in fields(Costs) if field.name not in OF_STAGES)
 """What stays the same however a job is cut."""
 
 

@@ -261,7 +261,7 @@ class _Buffers:
             return min((done + made) * self._width, self.stage.held["gradients"]), 0.0
         waiting = self.layer if number or made == self.layer else self.head
         gathered = self._gathered(self.layer if self._alone else 2 * self.layer)
-        if self._each and self.stage.gathered:
+        if self._each and self.stage.gathered and not self.rules.spare_copies:
             gathered -= (self.head + number * self.layer) * self.costs.itemsize
         apart = self._each or self.rules.spare_copies  # else each gradient is added to its sum as soon as it is made
         return made * self.costs.itemsize * apart, gathered + waiting * self.costs.reduce_itemsize * self._each

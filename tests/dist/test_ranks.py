@@ -171,6 +171,12 @@ def test_groups_of_nccl_connect_when_they_are_first_used(monkeypatch: pytest.Mon
         ("nccl", True)
     ] * 2
     assert [(group["backend"], group["pg_options"].lazy_init) for group in groups] == [("nccl", True)] * 2
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: made.append({"of all": backend, **more}))
+    process.enter(process.Rank(0, 1, 0, torch.device("cuda")), 60.0)
+    assert made[-1]["of all"] == "cpu:gloo,cuda:nccl" and made[-1]["pg_options"].lazy_init
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert mesh.made_when_used() is None, "it connects late by itself, and warns of options"
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
     monkeypatch.setattr(_Nccl, "Options", object)
     assert mesh.made_when_used() is None and there._backends(["tp"], [2]) == {"tp": "nccl"}
 

@@ -94,8 +94,8 @@ def test_refusals(tmp_path: Path, model: Model, job: list[str], capsys: pytest.C
         ("unlike", trusted, "shapes differ in norm.weight ([3] there, [16] here)"),
         ("packed", trusted, "no plain floating-point numbers in norm.weight (torch.int8)"),
         ("holed", trusted, "chunks do not make up norm.weight"),
-        ("cut", trusted, "cannot be read by torch.distributed.checkpoint: EOFError"),
-        ("mixed", trusted, "cannot be read by torch.distributed.checkpoint: AttributeError"),
+        ("cut", trusted, ": EOFError"),
+        ("mixed", trusted, "; if a newer one wrote it, convert it there"),
     ]
     for name, words, said in cases:
         assert cli.main([*converting(tmp_path / name, tmp_path / "new", "titan"), *words]) == 2, name

@@ -1,6 +1,7 @@
 """Which PyTorch titan takes: the range, the versions that its tests were run on, and what it says of others."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def test_another_version_is_refused_in_one_sentence(version: str, main, installe
     assert main() == 2
     bare = version.partition("+")[0]
     assert capsys.readouterr().err == (
-        f"error: PyTorch {version} is installed, but titan needs 2.13 to 2.15; install one (pip install "
-        f"torch=={packages.TORCH_RUN[-1]}), or set TITAN_TORCH={bare} to run on this one all the same\n"
+        f"error: PyTorch {version} is installed, but titan needs 2.13 to 2.15; install one ({sys.executable} -m pip "
+        f"install torch=={packages.TORCH_RUN[-1]}), or set TITAN_TORCH={bare} to run on this one all the same\n"
     )
 
 

@@ -21,9 +21,10 @@ last column is the peak number of stage activations (one stage, one micro batch)
     ZBVZeroBubble (2401.10241), where F = W = B / 2         (p - 1) F / (2 m (F + B))              2 p
     DualPipeV (2412.19437, folded in a V), same F, B, W     (p - 1) F / (2 m (F + B))              2 p + 1
 
-Cost per rank: parameters, gradients and optimizer state of its own stages only. PyTorch allocates a receive buffer for
-each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Each micro batch sends
-B S D / hidden_split numbers forward between neighboring stages on different ranks, and as many backward.
+Cost per rank: parameters, gradients and optimizer state of its own stages only. Before 2.15, PyTorch allocates a
+receive buffer for each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Each
+micro batch sends B S D / hidden_split numbers forward between neighboring stages on different ranks, and as many
+backward.
 
 A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
 after backward, which sends the tensor's local size once each way per step, so both copies stay bit-identical. With the
@@ -31,6 +32,8 @@ V schedules one rank holds both copies. A checkpoint has one copy, and both are 
 
 Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
 do not work with compiled layers, selective recomputation, or data parallelism that reduces gradients per micro batch.
+Blocks that are recomputed whole are recomputed there for each group of weights, and each copy stays until the last of
+them has its gradient: several forwards more, and more memory than without. Plans count one.
 """
 
 from collections.abc import Callable, Iterable, Iterator

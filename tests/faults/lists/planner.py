@@ -19,7 +19,7 @@ FAULTS = (
         "(shards, shards - last) if self.rules.sums_replicas else", "(0.0, 0.0) if self.rules.sums_replicas else",
         (f"{MEMORY}[pure, replicas]",)),
     Fault("memory without the reductions at the end of a step", "planner/step/memory.py",
-        "moments = [*moments, *stage.reductions]", "moments = [*moments]",
+        "for moment in stage.reductions)", "for moment in stage.reductions[:0])",
         (f"{MEMORY}[sums of a large table, one rank per stage]",)),
     Fault("gradients of replicas that are planned as freed in backward", "plugins/memory/update_in_backward.py",
         "costs.gather.sums_replicas and costs.reduce_itemsize == costs.store_itemsize", "False",

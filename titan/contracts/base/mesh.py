@@ -1,5 +1,6 @@
 """The mesh: the process groups of a layout, on one rank. The host reduces by facts of axes, plugins over their own."""
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ def made_when_used() -> Any:
     each: PyTorch keeps the object.
 
     PyTorch 2.15 would connect all ranks at the start, and split every other group from theirs: in a call of all ranks,
-    lost ones too, for each group along each axis.
+    lost ones too, for each group along each axis. Its former implementation does not.
     """
     options: Any = dist.ProcessGroupNCCL.Options() if dist.is_nccl_available() else None
-    if not hasattr(options, "lazy_init"):
+    if not hasattr(options, "lazy_init") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return None
     options.lazy_init = True
     return options
@@ -68,9 +69,10 @@ class Mesh:
 
     def _backends(self, names: Sequence[str], shape: Sequence[int]) -> Any:
         # A dimension of all ranks uses the process group of all, which is there.
-        world = self.layout.world_size
-        own = {name: _on_gpus() for name, size in zip(names, shape, strict=True) if size < world}
-        return own if self.device.type == "cuda" and own else None
+        if self.device.type != "cuda":
+            return None
+        smaller = (name for name, size in zip(names, shape, strict=True) if size < self.layout.world_size)
+        return {name: _on_gpus() for name in smaller} or None
 
     def __contains__(self, axis: str) -> bool:
         return axis in self._folds or (self._mesh is not None and axis in (self._mesh.mesh_dim_names or ()))
