@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,8 @@ SEED, DRAWN = 2026, 60
 VERSION = re.compile(r"[1-9]\d*\.\d+\.\d+")
 IMPORTS = """
 import importlib, pkgutil, titan
-names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.") if "__main__" not in module.name]
+names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.")]
+names = [name for name in names if "__main__" not in name and "skeletons" not in name]
 for name in names:
     importlib.import_module(name)
 print(len(names))
@@ -115,7 +117,9 @@ def _on(version: str, base: str) -> dict[str, Any]:
         if not in_range(version):
             return _on_another(version, base, Path(folder), environment)
         if base:
-            (Path(folder) / "python3").symlink_to(shutil.which(base) or base)
+            called = Path(folder) / "python3"  # no link: an environment would be built on this place
+            called.write_text(f'#!/bin/sh\nexec {shlex.quote(shutil.which(base) or base)} "$@"\n', encoding="utf-8")
+            called.chmod(0o755)
             environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
         setup = [ROOT / "scripts" / "python.sh", *EXTRAS]
         python = subprocess.run(setup, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()

@@ -44,7 +44,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = message_from_bytes(wheel.read(name))
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata["License-File"] == "LICENSE"
-    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Requires-Python"] == "<3.14,>=3.11"
     extras = set(metadata.get_all("Provides-Extra") or ())
     assert {"dev", "float8", "hf", "tune", "wandb", "plot"} <= extras
 
