@@ -9,8 +9,8 @@ version outside the range, as the GPU machine's, PYTHON has it, and what scripts
 
 Parts: all modules are imported with warnings as errors; the quickstart trains, and says no warning; unit and contract
 tests with their sweeps, and of these once more those that hold plans against dry runs; the cases of
-tests/dist/test_versions.py; drawn jobs against one rank (tests/fuzz); two jobs that resume. Outside the range: imports,
-the quickstart, and the list of docs/gpu.md as a rehearsal on the CPU. Exit code 1: a part failed.
+tests/dist/test_versions.py; drawn jobs against one rank (tests/fuzz); jobs that resume. Outside the range only the first
+two. Exit code 1: a part failed.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def told(row: Row) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION[=PYTHON]", help="default: those in the docs' table")
+    parser.add_argument("versions", nargs="*", metavar="VERSION[=PYTHON]", help="default: 2.13.0, 2.14.1 and 2.15.0")
     parser.add_argument("--here", type=Path, help="run the parts with this Python, and write them to a file")
     return parser
 
@@ -151,7 +151,7 @@ def _there(python: str, folder: Path, environment: dict[str, str]) -> dict[str, 
 
 def _here() -> dict[str, Any]:
     if not in_range(torch.__version__):
-        return {"parts": [_imports(), _quickstart(), _rehearsed()], "cases": {}}
+        return {"parts": [_imports(), _quickstart()], "cases": {}}
     tests = _cases("tests/unit", "tests/contract")
     versions = _cases("tests/dist/test_versions.py")
     resumed = _cases("tests/dist/test_resume.py", "-k", " or ".join(RESUMED))
@@ -196,14 +196,6 @@ def _quickstart() -> Row:
         code, printed, seconds = _run(sys.executable, "-P", "-m", "titan.launch", *words, cwd=Path(folder))
     warned = "arning" in printed.replace(f"warning: {untried_torch()}", "")
     return _single("the quickstart, without a warning", code == 0 and not warned, 1, printed, seconds)
-
-
-def _rehearsed() -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        words = ("--rehearse", "--results", f"{folder}/gpu.jsonl", "--scratch", f"{folder}/runs")
-        code, printed, seconds = _run(sys.executable, "-m", "bench.gpu", *words)
-        count = len(Path(folder, "gpu.jsonl").read_text().splitlines())
-    return _single("the list of measurements on a GPU, rehearsed on the CPU", code == 0, count, printed, seconds)
 
 
 def _cases(*words: str) -> list[dict[str, Any]]:
