@@ -9,8 +9,8 @@ version outside the range, as the GPU machine's, PYTHON has it, and what scripts
 
 Parts: all modules are imported with warnings as errors; the quickstart trains, and says no warning; unit and contract
 tests with their sweeps, and of these once more those that hold plans against dry runs; the cases of
-tests/dist/test_versions.py; drawn jobs against one rank (tests/fuzz); jobs that resume. Outside the range only the first
-two. Exit code 1: a part failed.
+tests/dist/test_versions.py; drawn jobs against one rank (tests/fuzz); jobs that resume. Outside the range only the
+first two. Exit code 1: a part failed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -41,15 +41,22 @@ EXTRAS = ("dev", "float8", "hf", "plot", "tune", "wandb")
 PLANS = ("test_planned_memory", "test_accumulation", "test_planned_workers", "test_compressed_plan")
 """Modules of unit tests that compare a plan with a dry run."""
 RESUMED = ("test_on_the_same_layout_bit_for_bit", "test_twice_across_layouts_in_the_middle_of_an_epoch")
+PARTS = ("imports", "quickstart", "tests", "cases", "drawn", "resumed")
 SEED, DRAWN = 2026, 60
 VERSION = re.compile(r"[1-9]\d*\.\d+\.\d+")
 IMPORTS = """
 import importlib, pkgutil, titan
 names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.")]
 names = [name for name in names if "__main__" not in name and "skeletons" not in name]
+lacking = 0
 for name in names:
-    importlib.import_module(name)
-print(len(names))
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # builds for CPUs have none, and use no kernels of it
+            raise
+        lacking += 1
+print(len(names) - lacking)
 """
 Row = dict[str, Any]
 """part; passed, failed, skipped: tests; seconds; failures: names of tests, or the end of what was printed."""
@@ -60,8 +67,8 @@ def main() -> int:
     parser = _parser()
     words = parser.parse_args()
     if words.here:
-        about = {"python": platform.python_version(), "torch": torch.__version__}
-        words.here.write_text(json.dumps({**about, **_here()}), encoding="utf-8")
+        only = words.only if in_range(torch.__version__) else [part for part in words.only if part in PARTS[:2]]
+        words.here.write_text(json.dumps(_here(only)), encoding="utf-8")
         return 0
     path = results.FOLDER / "versions.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["versions"] if path.is_file() else {}
@@ -72,16 +79,24 @@ def main() -> int:
     done = []
     try:
         for version, base in tqdm(asked, unit="version", disable=None):
-            found[version] = {**results.about(), **_on(version, base)}
+            found[version] = _merged(found.get(version, {}), _on(version, base, words.only))
             done.append(version)
     finally:
         kept = {version: found[version] for version in sorted(found)}
         if done:
             print(results.write("versions", {"seed": SEED, "versions": kept}))
-    rows = [(version, row) for version, _ in asked for row in found[version]["parts"]]
+    rows = [(version, row) for version in done for row in found[version]["parts"]]
     for version, row in rows:
         print(f"{version}: {row['part']}: {told(row)}")
     return int(any(row["failed"] for _, row in rows))
+
+
+def _merged(former: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Of a version: the new rows in place of those of the same parts, each with its commit."""
+    commit = results.about()["commit"]
+    rows = {row["part"]: row for row in former.get("parts", ())}
+    rows |= {row["part"]: {**row, "commit": commit} for row in new["parts"]}
+    return {**former, **new, "parts": list(rows.values())}
 
 
 def in_range(version: str) -> bool:
@@ -99,6 +114,7 @@ def told(row: Row) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION[=PYTHON]", help="default: 2.13.0, 2.14.1 and 2.15.0")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; the others keep their results")
     parser.add_argument("--here", type=Path, help="run the parts with this Python, and write them to a file")
     return parser
 
@@ -108,14 +124,14 @@ def _defaults() -> Iterator[str]:
         yield f"{version}={name}" if shutil.which(name) else version
 
 
-def _on(version: str, base: str) -> dict[str, Any]:
+def _on(version: str, base: str, only: Sequence[str]) -> dict[str, Any]:
     """Set up the environment of a version, on that Python if one is named, and run the parts there."""
     environment = {**os.environ, TORCH_CHOSEN: version}
     for name in ("VIRTUAL_ENV", "TITAN_PYTHON", "PYTHONPATH"):
         environment.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         if not in_range(version):
-            return _on_another(version, base, Path(folder), environment)
+            return _on_another(base, Path(folder), environment, only)
         if base:
             called = Path(folder) / "python3"  # no link: an environment would be built on this place
             called.write_text(f'#!/bin/sh\nexec {shlex.quote(shutil.which(base) or base)} "$@"\n', encoding="utf-8")
@@ -123,23 +139,24 @@ def _on(version: str, base: str) -> dict[str, Any]:
             environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
         setup = [ROOT / "scripts" / "python.sh", *EXTRAS]
         python = subprocess.run(setup, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
-        return _there(python, ROOT, environment)
+        return _there(python, ROOT, environment, only)
 
 
-def _on_another(version: str, python: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def _on_another(python: str, folder: Path, environment: dict[str, str], only: Sequence[str]) -> dict[str, Any]:
     """The parts for a version outside the range, with a Python that has it. Titan is installed in the folder for it."""
     install = [python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder / "site", ROOT]
     subprocess.run(install, env=environment, check=True)
     for name in ("bench", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    return _there(python, folder, {**environment, "PYTHONPATH": str(folder / "site")})
+    return _there(python, folder, {**environment, "PYTHONPATH": str(folder / "site")}, only)
 
 
-def _there(python: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def _there(python: str, folder: Path, environment: dict[str, str], only: Sequence[str]) -> dict[str, Any]:
     """What `_here` finds with another Python, from a folder that has bench and tests."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "found.json"
-        subprocess.run([python, "-m", "bench.versions", "--here", out], cwd=folder, env=environment, check=True)
+        here = [python, "-m", "bench.versions", "--only", *only, "--here", out]
+        subprocess.run(here, cwd=folder, env=environment, check=True)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         if found["torch"].partition("+")[0] != environment[TORCH_CHOSEN]:
             raise SystemExit(f"error: {python} has PyTorch {found['torch']}, not {environment[TORCH_CHOSEN]}")
@@ -149,24 +166,25 @@ def _there(python: str, folder: Path, environment: dict[str, str]) -> dict[str, 
 # --- with the Python of a version -----------------------------------------------------------------------------------
 
 
-def _here() -> dict[str, Any]:
-    if not in_range(torch.__version__):
-        return {"parts": [_imports(), _quickstart()], "cases": {}}
-    tests = _cases("tests/unit", "tests/contract")
-    versions = _cases("tests/dist/test_versions.py")
-    resumed = _cases("tests/dist/test_resume.py", "-k", " or ".join(RESUMED))
-    plans = [case for case in tests if case["module"] in PLANS]
-    parts = [
-        _imports(),
-        _quickstart(),
-        _row("unit and contract tests, with sweeps", tests),
-        _row("of them, plans against dry runs", plans),
-        _row("compiled, split and recomputed", versions),
-        _drawn(),
-        _row("resumed jobs", resumed),
-    ]
-    works = {case["name"].partition("[")[2].removesuffix("]"): case["outcome"] == "passed" for case in versions}
-    return {"parts": parts, "cases": {name: works[name] for name in works if name}}
+def _here(only: Sequence[str]) -> dict[str, Any]:
+    rows: list[Row] = []
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "parts": rows}
+    rows += [part() for name, part in (("imports", _imports), ("quickstart", _quickstart)) if name in only]
+    if "tests" in only:
+        tests = _cases("tests/unit", "tests/contract")
+        rows.append(_row("unit and contract tests, with sweeps", tests))
+        rows.append(_row("of them, plans against dry runs", [case for case in tests if case["module"] in PLANS]))
+    if "cases" in only:
+        cases = _cases("tests/dist/test_versions.py")
+        rows.append(_row("compiled, split and recomputed", cases))
+        found["cases"] = {
+            case["name"].partition("[")[2].removesuffix("]"): case["outcome"] == "passed" for case in cases
+        }
+    if "drawn" in only:
+        rows.append(_drawn())
+    if "resumed" in only:
+        rows.append(_row("resumed jobs", _cases("tests/dist/test_resume.py", "-k", " or ".join(RESUMED))))
+    return found
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> tuple[int, str, float]:

@@ -1,6 +1,6 @@
 """Checkpoints are open: PyTorch's DCP and the safetensors library read them, without titan.
 
-Run on each version of PyTorch that pyproject admits (docs/versions.md).
+Which versions of PyTorch it was run on: docs/reliability.md.
 """
 
 import re
