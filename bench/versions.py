@@ -45,9 +45,11 @@ PARTS = ("imports", "quickstart", "tests", "cases", "drawn", "resumed")
 SEED, DRAWN = 2026, 60
 VERSION = re.compile(r"[1-9]\d*\.\d+\.\d+")
 IMPORTS = """
-import importlib, pkgutil, titan
-names = [module.name for module in pkgutil.walk_packages(titan.__path__, "titan.")]
-names = [name for name in names if "__main__" not in name and "skeletons" not in name]
+import importlib, pkgutil
+folders = ("titan", "titan.plugins", "titan.planner", "titan.inference", "titan.testing")
+found = (pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}.") for name in folders)
+names = {module.name for modules in found for module in modules}
+names = sorted(name for name in names if "__main__" not in name and "skeletons" not in name)
 lacking = 0
 for name in names:
     try:
