@@ -152,6 +152,14 @@ def _fuzz(found: Found) -> str:
     return f"{found['jobs']} jobs: {found['agreed']} agreed, {found['refused']} refused, {found['failed']} failed"
 
 
+def _versions(found: Found) -> str:
+    said = []
+    for version, there in found["versions"].items():
+        failed, passed = (sum(part[what] for part in there["parts"]) for what in ("failed", "passed"))
+        said.append(f"{version}: {passed:,} passed, {failed} failed")
+    return "; ".join(said)
+
+
 def _layouts(found: Found) -> str:
     rows = found["largest_relative_difference"]
     loss, norm = (max(row[key] for row in rows.values()) for key in ("loss", "grad_norm"))
@@ -301,6 +309,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "transformers": ("python -m bench.transformers", _transformers),
     "harness": ("python -m bench.harness", _harness),
     "fuzz": ("python -m tests.fuzz", _fuzz),
+    "versions": ("python -m bench.versions", _versions),
     "tests": ("python -m tests.cost --write", _tests),
     "dispatch": ("python -m bench.dispatch", _dispatch),
     "attention": ("python -m bench.attention", _attention),

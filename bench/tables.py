@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md, correctness.md, communication.md and gpu.md from bench/results.
+"""Writes the tables of docs/benchmarks.md, correctness.md, communication.md, gpu.md and versions.md from bench/results.
 
     python -m bench.tables [--check]
 
@@ -34,10 +34,11 @@ from bench.headlines import (
     timings,
     turns_ms,
 )
+from bench.versions import in_range, told
 
 PAGES = tuple(
     Path(__file__).parents[1] / "docs" / name
-    for name in ("benchmarks.md", "correctness.md", "communication.md", "gpu.md")
+    for name in ("benchmarks.md", "correctness.md", "communication.md", "gpu.md", "versions.md")
 )
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 APART = 0.1
@@ -75,6 +76,8 @@ def written(text: str) -> str:
     def table(place: re.Match[str]) -> str:
         name = place[2]
         whole = {"record": lambda: _record(found, results.earlier()), "targets": _targets, **GPU_TABLES}
+        whole["version-cases"] = lambda: _version_cases(found["versions"])
+        whole["version-outside"] = lambda: _version_outside(found["versions"])
         made = whole[name]() if name in whole else TABLES[name](found[name])
         return f"{place[1]}\n{made}\n{place[3]}"
 
@@ -241,6 +244,34 @@ def _layouts(found: Found) -> str:
     return _table(["layout", "loss", "gradient norm"], cells)
 
 
+def _versions(found: Found) -> str:
+    inside = {version: there for version, there in found["versions"].items() if in_range(version)}
+    of_each = [{part["part"]: told(part) for part in there["parts"]} for there in inside.values()]
+    rows = [(part, *(told_of.get(part, "not run") for told_of in of_each)) for part in max(of_each, key=len)]
+    commits = (dict.fromkeys(f"`{part['commit']}`" for part in there["parts"]) for there in inside.values())
+    rows += [("commit", *map(", ".join, commits))]
+    names = [f"PyTorch {version}, Python {there['python'].rpartition('.')[0]}" for version, there in inside.items()]
+    return _table(["", *names], rows)
+
+
+def _version_outside(found: Found) -> str:
+    outside = {version: there for version, there in found["versions"].items() if not in_range(version)}
+    rows = [
+        (f"PyTorch {version}, Python {there['python'].rpartition('.')[0]}", part["part"], told(part), part["commit"])
+        for version, there in outside.items()
+        for part in there["parts"]
+    ]
+    return _table(["", "part", "result", "commit"], rows)
+
+
+def _version_cases(found: Found) -> str:
+    versions = {version: there for version, there in found["versions"].items() if in_range(version)}
+    cases = [there.get("cases", {}) for there in versions.values()]
+    said = {True: "works", False: "fails", None: "not run"}
+    rows = [(name, *(said[of.get(name)] for of in cases)) for name in max(cases, key=len)]
+    return _table(["case", *versions], rows)
+
+
 def _comm(found: Found) -> str:
     head = [
         "method",
@@ -282,6 +313,7 @@ TABLES: Mapping[str, Callable[[Found], str]] = {
     "attention": _attention,
     "peers": _peers,
     "counted": _counted,
+    "versions": _versions,
 }
 """Name of a table -> what is made of the newest result of that kind."""
 

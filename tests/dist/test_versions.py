@@ -1,6 +1,6 @@
 """What a new PyTorch breaks first, on the one that is here: compiled, recomputed and split, a small job trains as ever.
 
-`python -m bench.versions` runs this on each release, and writes the table of docs/versions.md.
+`python -m bench.versions` runs this on each release, for the table of docs/versions.md.
 """
 
 from pathlib import Path
