@@ -54,7 +54,7 @@ def start(code: str, restarts: int, folder: Path) -> "subprocess.Popen[str]":
     (folder / code).mkdir()
     (folder / "lives.py").write_text(LIVES)
     stub = folder / "python"
-    stub.write_text(f'#!/bin/sh\nset -- "$(echo "$*" | sed s/titan.train/lives/)"\nexec {sys.executable} $1\n')
+    stub.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "${{@/titan.train/lives}}"\n')
     stub.chmod(0o755)
     own = {"TITAN_PYTHON": str(stub), "PYTHONPATH": str(folder), "LIVES": str(folder / code), "CODE": code}
     more = {"NPROC": "2", "MAX_RESTARTS": str(restarts), "OMP_NUM_THREADS": "1"}

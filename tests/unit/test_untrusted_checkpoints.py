@@ -174,4 +174,5 @@ def test_the_planted_pickle_does_run_where_pickle_reads_it(marker: Path) -> None
 
 
 def test_sixty_mutations_are_refused_or_harmless() -> None:
-    assert mutations.run(60, seed=7)["bad"] == []
+    bad = mutations.run(60, seed=7)["bad"]
+    assert not bad, f"{len(bad)} of 60, among them {bad[0]}"
