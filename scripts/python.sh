@@ -99,6 +99,14 @@ refuse_to_set_up() {
         fail "$what, and $(processes) processes of this job start at once; run scripts/python.sh once before the job, $choice"
 }
 
+wait_for_others() {
+    local code=0
+    flock --nonblock 9 || code=$?
+    [ "$code" -eq 1 ] || return 0 # it is ours, or this file system cannot lock
+    echo "waiting for another process that sets up $(basename -- "$venv")" >&2
+    flock 9 || true
+}
+
 set_up() {
     local base pip all constraints=$root/constraints.txt
     base=$(python_to_build_on)
@@ -138,7 +146,7 @@ else
         refuse_to_set_up
         # One at a time: a second first call waits here and then finds all done. Not every file system can lock.
         exec 9<"$root"
-        ! command -v flock >/dev/null || flock 9 || true
+        ! command -v flock >/dev/null || wait_for_others
         is_set_up || set_up
     fi
     echo "$venv/bin/python"

@@ -1,5 +1,6 @@
 """`run_train.sh`, `scripts/python.sh` and the Makefile, with Pythons that only write down how they were called."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -160,6 +161,17 @@ def test_two_first_calls_at_once_install_once(house: House) -> None:
     both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
     assert house.calls() == [_install(house)]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here: first calls at once are not kept apart")
+def test_a_first_call_says_that_it_waits_for_another(house: House) -> None:
+    folder = os.open(house.root, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    process = subprocess.Popen([house.setup], env=house.environment(), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting for another process that sets up .venv\n"
+    os.close(folder)
+    assert "setting up .venv" in process.communicate()[1]
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "NNODES", "PET_NNODES"])
