@@ -83,6 +83,17 @@ def test_rest_comes_back(tmp_path: Path) -> None:
     assert_same_rest(there_and_back(tmp_path, rest), rest)
 
 
+def test_another_pytorch_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "titan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.13.0+cpu")
+        there_and_back(tmp_path, {})
+        assert "PyTorch" not in caplog.text
+        patch.setattr(torch, "__version__", "2.15.0")
+        checkpointer_of(tmp_path).load(tmp_path / "step-00000001", *made())
+    assert "changed: PyTorch = 2.15.0, the checkpoint has 2.13.0+cpu" in caplog.text
+
+
 def test_names_that_are_one_in_a_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rest\.seen and model\.seen would both be called seen"):
         there_and_back(tmp_path, {"seen": torch.ones(3)})

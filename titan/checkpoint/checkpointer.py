@@ -23,7 +23,7 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import index, manifest
 from titan.checkpoint.disk.lineage import MOST_STARTS, Found, Lineage, branch, descends, new_start
 from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry
-from titan.checkpoint.disk.plain import write_table
+from titan.checkpoint.disk.plain import shown, write_table
 from titan.checkpoint.disk.tensor_file import WORDS
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.restore import Saved
@@ -163,6 +163,9 @@ class Checkpointer:
             saved = verified if verified is not None and verified.path == path else Saved.open(path, self._ranks)
             self._ancestors, self._start = saved.state["lineage"], new_start()
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
+        if saved.state["torch"] != str(torch.__version__):
+            both = f"PyTorch = {torch.__version__}, the checkpoint has {shown(saved.state['torch'])}"
+            log.info(f"changed: {both}: numbers may differ in their last digits")
         return rest
 
     def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
