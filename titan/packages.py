@@ -27,20 +27,21 @@ TORCH_CHOSEN = "TITAN_TORCH"
 
 def torch_release() -> tuple[int, int]:
     """Major and minor version of the PyTorch that is installed, which this does not import; (0, 0): none is."""
-    numbers = re.match(r"(\d+)\.(\d+)", _torch_version())
+    numbers = re.match(r"(\d+)\.(\d+)", installed_version("torch"))
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-def _torch_version() -> str:
+def installed_version(distribution: str) -> str:
+    """Version of a package of this Python, which this does not import; empty: it is not installed."""
     try:
-        return version("torch")
+        return version(distribution)
     except PackageNotFoundError:
         return ""
 
 
 def check_torch() -> None:
     """PluginError: no PyTorch is installed, or one outside the range, and nobody has asked for it."""
-    here = _torch_version()
+    here = installed_version("torch")
     if TORCH[0] <= torch_release() <= TORCH[1] or (here and os.environ.get(TORCH_CHOSEN) == here.partition("+")[0]):
         return
     oldest, newest = (".".join(map(str, release)) for release in TORCH)
@@ -52,7 +53,7 @@ def check_torch() -> None:
 
 def untried_torch() -> str:
     """What to say of a PyTorch that titan's tests were not run on; empty of one that they were."""
-    here = _torch_version().partition("+")[0]
+    here = installed_version("torch").partition("+")[0]
     if here in TORCH_RUN:
         return ""
     return f"titan's tests were not run on PyTorch {here}, but on {', '.join(TORCH_RUN[:-1])} and {TORCH_RUN[-1]}"
@@ -78,7 +79,8 @@ def install(extra: str) -> str:
     root = Path(__file__).resolve().parents[1]
     clone = (root / "scripts" / "python.sh").is_file()
     what = ["-e", f"{root}[{extra}]"] if clone else [f"{DISTRIBUTION}[{extra}]"]
-    pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["python3", "-m", "pip", "--python", sys.executable]
+    has_pip = installed_version("pip") != ""  # setuptools changes the imports of a process that looks for the module
+    pip = [sys.executable, "-m", "pip"] if has_pip else ["python3", "-m", "pip", "--python", sys.executable]
     return shlex.join([*pip, "install", *what])
 
 

@@ -4,6 +4,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ PLAN = ("plan", "--config", str(ROOT / "configs" / "debug.toml"), "--cluster", "
 def installed(monkeypatch: pytest.MonkeyPatch):
     """Pretends that a version of PyTorch is installed."""
     monkeypatch.delenv(packages.TORCH_CHOSEN, raising=False)
-    return lambda version: monkeypatch.setattr(packages, "_torch_version", lambda: version)
+    return lambda version: monkeypatch.setattr(packages, "installed_version", lambda _: version)
 
 
 def test_the_range_is_that_of_the_package_and_what_was_run_lies_in_it() -> None:
@@ -41,6 +42,18 @@ def test_another_version_is_refused_in_one_sentence(version: str, main, installe
         f"error: PyTorch {version} is installed, but titan needs 2.13 to 2.15; install one ({sys.executable} -m pip "
         f"install torch=={packages.TORCH_RUN[-1]}), or set TITAN_TORCH={bare} to run on this one all the same\n"
     )
+
+
+def test_pip_is_not_looked_for_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools would have the process import another distutils from then on, and warn where it has one."""
+    asked: list[str] = []
+    finder = SimpleNamespace(find_spec=lambda name, *_: asked.append(name))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "pip", raising=False)
+    assert " -m pip install -e " in packages.install("hf")
+    assert "pip" not in asked
+    monkeypatch.setattr(packages, "installed_version", lambda _: "")
+    assert packages.install("hf").startswith(f"python3 -m pip --python {sys.executable} install -e ")
 
 
 def test_so_is_a_python_without_pytorch(installed, capsys) -> None:
