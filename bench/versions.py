@@ -1,6 +1,6 @@
 """Runs on each PyTorch what a new release breaks first, one after the other, each in an environment of its own.
 
-    make matrix                                      # those of titan.packages.TORCH_RUN; 20 minutes each on two cores
+    make matrix                                      # those of titan.packages.TORCH_RUN; 25 minutes each on two cores
     python -m bench.versions [VERSION[=PYTHON] ...]  # these, and keep the results of the others
 
 PYTHON is what the environment is built on; default: python3.11 for the oldest, python3.12 and python3.13 for the newer
