@@ -101,9 +101,9 @@ refuse_to_set_up() {
 
 wait_for_others() {
     local code=0
-    flock --nonblock 9 || code=$?
+    flock -n 9 || code=$?
     [ "$code" -eq 1 ] || return 0 # it is ours, or this file system cannot lock
-    echo "waiting for another process that sets up $(basename -- "$venv")" >&2
+    echo "waiting for another process that sets up an environment in $root" >&2 || true
     flock 9 || true
 }
 

@@ -34,7 +34,7 @@ def torch_release() -> tuple[int, int]:
 def installed_version(distribution: str) -> str:
     """Version of a package of this Python, which this does not import; empty: it is not installed."""
     try:
-        return version(distribution)
+        return version(distribution) or ""  # of a folder without metadata, which an upgrade may leave, it is None
     except PackageNotFoundError:
         return ""
 

@@ -162,10 +162,10 @@ class Checkpointer:
             verified, self._saved = self._saved, None
             saved = verified if verified is not None and verified.path == path else Saved.open(path, self._ranks)
             self._ancestors, self._start = saved.state["lineage"], new_start()
+            if (saved_on := shown(saved.state["torch"])) != str(torch.__version__):
+                effect = f"this run has {torch.__version__}, so numbers may differ in their last digits"
+                log.info(f"checkpoint: it was saved on PyTorch {saved_on}; {effect}")
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
-        if saved.state["torch"] != str(torch.__version__):
-            both = f"PyTorch = {torch.__version__}, the checkpoint has {shown(saved.state['torch'])}"
-            log.info(f"changed: {both}: numbers may differ in their last digits")
         return rest
 
     def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
