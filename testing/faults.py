@@ -1,8 +1,8 @@
 """Faults planted in a copy of a package, to see that a test notices them.
 
-    assert_caught(Path(__file__).parents[1], "src/mine/scale.py", "* scale", "/ scale", "tests/test_scale.py")
+    assert_caught(ROOT, "src/mine/scale.py::Scale.__call__", "x * scale", "x / scale", "tests/test_scale.py")
 
-A fault is a small change of one source file. A test that passes with the fault, or fails without it, catches nothing.
+A fault is a small change of one function. A test that passes with the fault, or fails without it, catches nothing.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from titan.packages import install
+from titan.testing.syntax import Piece, replaced
 
 LIMIT_S = 400.0
 """Longest run of the tests of one fault."""
@@ -34,31 +35,36 @@ _LINE = re.compile(r"(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", re.MULTI
 class Fault:
     """A change of a source file that a test must notice.
 
-    name: what is wrong then.  file: below the root of the package.  old: text that stands in the file once.
-    new: its replacement.  tests: ids of the tests that notice it, the narrowest there are; each passes without it.
+    name: what is wrong then.  place: a source file below the root of the package, and a function in it, as in
+    "src/mine/scale.py::Scale.__call__".  old: code in that function; its names stand for any names.  new: its
+    replacement.  tests: ids of the tests that notice it, the narrowest there are; each passes without it.
+    nth: which of how many pieces of this syntax in the function. `titan.testing.syntax` says more of `old` and `new`.
     """
 
     name: str
-    file: str
+    place: str
     old: str
     new: str
     tests: tuple[str, ...]
+    nth: tuple[int, int] = (1, 1)
+
+    @property
+    def file(self) -> str:
+        """The source file, below the root of the package."""
+        return self.place.partition("::")[0]
 
     def planted(self, root: Path) -> str:
         """The text of the file with the fault.
 
         Raises:
-            ValueError: the old text does not stand there exactly once, or the new text makes no Python module.
+            ValueError: the function does not have the old code exactly once, or the new code makes no module.
         """
-        text = (root / self.file).read_text(encoding="utf-8")
-        if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {count} times, required: once; adapt `old`")
-        changed = text.replace(self.old, self.new)
+        file, _, function = self.place.partition("::")
+        source = (root / file).read_text(encoding="utf-8")
         try:
-            compile(changed, self.file, "exec")
-        except SyntaxError as error:
-            raise ValueError(f"{self.name}: {self.file} does not compile with the fault: {error}") from None
-        return changed
+            return replaced(source, function, Piece(self.old, self.new, *self.nth))
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{self.name}: {file}: {error}") from None
 
     def plant(self, root: Path) -> None:
         """Write the fault into a copy of the package."""
@@ -66,16 +72,16 @@ class Fault:
         (root / self.file).write_text(changed, encoding="utf-8")
 
 
-def assert_caught(package: Path, file: str, old: str, new: str, test: str) -> None:
-    """Assert that a test passes as the package is, and fails where `new` replaces `old` in one of its files.
+def assert_caught(package: Path, place: str, old: str, new: str, test: str) -> None:
+    """Assert that a test passes as the package is, and fails where `new` replaces `old` in one of its functions.
 
     Both runs are in a copy of the package, whose modules come before those that are installed.
 
     Args:
         package: folder of the package, or of a single plugin file and its test. Modules lie in it or in its src/.
-        file: the source file, below the folder.
-        old: text that stands in the file once.
-        new: its replacement.
+        place: the source file, below the folder, and the function, as in "mine.py::Mine.step".
+        old: an expression or statements that the function has once. Their names stand for any names.
+        new: the replacement, with the names of `old`; empty to delete.
         test: id of a test, below the folder, as for pytest.
 
     Raises:
@@ -86,7 +92,7 @@ def assert_caught(package: Path, file: str, old: str, new: str, test: str) -> No
     if find_spec("pytest") is None:
         raise ModuleNotFoundError(f"assert_caught runs pytest, which is not installed; run {install('testing')}")
     package = package.resolve()  # "." has no name
-    fault = Fault(f"{old!r} replaced by {new!r}", file, old, new, (test,))
+    fault = Fault(f"{old!r} replaced by {new!r}", place, old, new, (test,))
     fault.planted(package)
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as place:
         root = Path(shutil.copytree(package, Path(place, package.name), ignore=_NOT_COPIED, symlinks=True))

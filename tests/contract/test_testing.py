@@ -165,8 +165,8 @@ def test_assert_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_caught(Path(), file, "VALUE = 1", "VALUE = 3", "test_value.py")
     with pytest.raises(AssertionError, match=r"(?s)does not fail with 'OTHER = 2' replaced.*1 passed"):
         assert_caught(package, file, "OTHER = 2", "OTHER = 3", "test_value.py::test_value")
-    with pytest.raises(ValueError, match="has 'absent' 0 times"):
-        assert_caught(package, file, "absent", "x", "no_such_test.py")  # before any test is run
+    with pytest.raises(ValueError, match="'absent > 1': the module has it 0 times"):
+        assert_caught(package, file, "absent > 1", "x", "no_such_test.py")  # before any test is run
     (package / source / "value_of_one.py").write_text("VALUE = 4\n")
     with pytest.raises(AssertionError, match=r"(?s)test_value.py fails without a fault.*assert 4 == 1"):
         assert_caught(package, file, "VALUE = 4", "VALUE = 1", "test_value.py")

@@ -68,7 +68,7 @@ def test_faults_are_many_and_differ_and_each_has_a_test() -> None:
     assert f"plants {len(FAULTS)} faults" in page
     counts = re.findall(r"^\| [\w ]+ \| (\d+) \|", page.partition("| part | faults |")[2].partition("\n\n")[0], re.M)
     assert sum(map(int, counts)) == len(FAULTS)
-    assert len({fault.name for fault in FAULTS}) == len({(f.file, f.old, f.new) for f in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault in FAULTS}) == len({(f.place, f.old, f.new, f.nth) for f in FAULTS}) == len(FAULTS)
     assert all(fault.tests and fault.file.split("/")[0] in trial.FOLDERS for fault in FAULTS)
 
 
@@ -95,9 +95,9 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "by", "why"),
     [
-        ("= 1", "= 2", "tests/test_value.py::test_value", ""),
-        swept_case(("# one", "# two", "", "all its tests pass")),
-        swept_case(("VALUE", "OTHER", "", "pytest exit code 2")),  # a module that cannot be imported is no failed test
+        ("VALUE = 1", "VALUE = 2", "tests/test_value.py::test_value", ""),
+        swept_case(("VALUE = 1", "VALUE = 2 - 1", "", "all its tests pass")),
+        swept_case(("VALUE = 1", "OTHER = 1", "", "pytest exit code 2")),  # no module to import is no failed test
     ],
 )
 def test_a_fault_is_caught_by_a_test_that_fails(old: str, new: str, by: str, why: str, tree: Path) -> None:
@@ -129,19 +129,17 @@ def test_packages_from_elsewhere_are_refused(tree: Path) -> None:
 
 
 def test_a_hang_and_an_end_without_a_failed_test_catch_nothing() -> None:
-    fault = _fault("= 1", "= 2")
+    fault = _fault("VALUE = 1", "VALUE = 2")
     assert verdict(fault, Ran(None, (), "stuck"), 1.0).why == "tests did not end in time:\nstuck"
     assert not verdict(fault, Ran(1, (), "killed by a time limit"), 1.0).caught
     assert not verdict(fault, Ran(5, (), "no tests ran"), 1.0).caught
 
 
-@pytest.mark.parametrize(("old", "count"), [("absent", 0), ("e", 2)])
-def test_a_text_that_does_not_stand_there_once_is_refused(old: str, count: int, tree: Path) -> None:
-    (tree / "titan" / "value.py").write_text("a = e = one = 3\n")
-    with pytest.raises(ValueError, match=f"has '{old}' {count} times, required: once"):
-        _fault(old, "x").planted(tree)
-    with pytest.raises(ValueError, match="does not compile with the fault"):
-        _fault("= 3", "= =").planted(tree)
+def test_code_that_is_not_there_once_is_refused(tree: Path) -> None:
+    with pytest.raises(ValueError, match=r"another value: titan/value\.py: 'ONE = 3': the module has it 0 times"):
+        _fault("ONE = 3", "ONE = 4").planted(tree)
+    with pytest.raises(ValueError, match=r"another value: titan/value\.py: 'return' outside function"):
+        _fault("VALUE = 1", "return").planted(tree)
 
 
 def test_the_command_names_what_escapes_and_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -23,4 +23,4 @@ def test_same_curve_as_one_process(degrees: dict[str, int], tmp_path: Path) -> N
 def test_a_gradient_that_is_not_summed_is_noticed() -> None:
     test = "tests/test_crew.py::test_same_curve_as_one_process"
     summed = "dist.all_reduce(shard_of(gradient), group=self._group)"
-    assert_caught(PACKAGE, "src/titan_example/crew.py", summed, "shard_of(gradient)", test)
+    assert_caught(PACKAGE, "src/titan_example/crew.py::Crew.after_backward", summed, "shard_of(gradient)", test)
