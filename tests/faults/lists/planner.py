@@ -60,7 +60,7 @@ FAULTS = (
         ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[1F1B]",)),
     Fault("memory without what the update works with", "planner/step/memory.py::_of_place",
         "(sum if together else max)(stage.scratch for stage in mine)",
-        "0.0 * (sum if together else max)(stage.scratch for stage in mine)", (f"{SAVINGS}[few tokens-adamw_8bit]",)),
+        "0.0 * (sum if together else max)(stage.scratch for stage in mine)", (f"{SAVINGS}[few tokens-muon]",)),
     Fault("gradients planned before their layers' backward", "planner/step/stage_memory.py::_Buffers.in_layer",
         "done = before * self.pile_up", "done = sum(self.sizes) * self.pile_up",
         (f"{SAVINGS}[float32-activation_checkpoint, full]",)),
