@@ -34,7 +34,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 import titan
 from titan.ranks.process import complete_in_order

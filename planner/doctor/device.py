@@ -85,8 +85,8 @@ def _linear(clock: Clock, rows: int, features: int, dtype: str) -> Any:
 def _float8(clock: Clock, rows: int, features: int) -> Any:
     x = torch.randn(rows, features, device=clock.me.device).to(torch.float8_e4m3fn)
     w = torch.randn(features, features, device=clock.me.device).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=clock.me.device)
-    return lambda: torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    one, whole = torch.ones((), device=clock.me.device), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(x, w.t(), one, whole, one, whole)
 
 
 def _has_float8(device: torch.device) -> bool:

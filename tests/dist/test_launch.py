@@ -20,6 +20,7 @@ from titan.ranks import failure, rank_processes
 from titan.ranks.launcher import verdict
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.store import shared_store
 from titan.ranks.preemption import Preemption
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.testing.ranks import run_ranks as in_a_fresh_process
@@ -120,7 +121,7 @@ def _the_first_to_fail_ends_last() -> list[tuple[int, int]]:
 
     def entry(argv: list[str]) -> int:
         dist.init_process_group("gloo")
-        store = dist.distributed_c10d._get_default_store()
+        store = shared_store()
         if dist.get_rank() == 1:
             failure.tell(ValueError("the cause"), 1)
             rank_0 = os.pidfd_open(int(store.get("process of rank 0")))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.scale import sockets

@@ -8,14 +8,14 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from tests.commands import free_port
 from titan import log
 from titan.errors import ConfigError, DivergedError, RankFailedError
 from titan.ranks import failure, process
 from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
-from titan.ranks.meeting.store import await_port
+from titan.ranks.meeting.store import await_port, shared_store
 from titan.ranks.rank_processes import RankProcesses
 from titan.testing.ranks import run_ranks
 
@@ -77,7 +77,7 @@ def dies(folder: Path) -> None:
     """Rank 0 asks, and is gone before it prints."""
     failure.ANSWER_S = 2.0
     if os.environ["RANK"] == "0":
-        facts = failure._facts(dist.distributed_c10d._get_default_store())
+        facts = failure._facts(shared_store())
         assert failure._first_to(facts, f"printer {hashlib.sha256(b'no such text').hexdigest()}", 0) == 0
     dist.barrier()
     if os.environ["RANK"] != "0":

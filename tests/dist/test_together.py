@@ -16,6 +16,7 @@ from tests.jobs import LLAMA
 from titan import train
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import turns
+from titan.ranks.meeting.store import shared_store
 from titan.ranks.process import Rank
 from titan.testing.jobs import write_text
 from titan.testing.ranks import RankError, run_ranks
@@ -33,7 +34,7 @@ def slowly() -> list[int]:
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=TIMEOUT_S))
     turns.BEAT_S = TIMEOUT_S / 5
-    made = dist.distributed_c10d._get_default_store()
+    made = shared_store()
 
     def work() -> int:
         if dist.get_rank() == 0:
@@ -51,7 +52,7 @@ def test_others_wait_for_longer_than_a_collective_may_take() -> None:
 
 def sending() -> tuple[list[str], int]:
     """What rank 0 has made arrives on all, and no other rank makes anything."""
-    made = dist.distributed_c10d._get_default_store()
+    made = shared_store()
 
     def work() -> list[str]:
         return [f"made by rank {dist.get_rank()}", str(made.add("made", 1))]
@@ -151,7 +152,7 @@ class Looked(dist.HashStore):
 
 def test_two_thousand_ranks_leave_the_store_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ranks_ = Looked(), 2048
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(turns, "shared_store", lambda: store)
     monkeypatch.setattr(turns, "PrefixStore", lambda prefix, inner: inner)
     monkeypatch.setattr(time, "monotonic", lambda: store.now)
     monkeypatch.setattr(time, "sleep", lambda seconds: setattr(store, "now", store.now + seconds))

@@ -7,19 +7,18 @@ tensors have no device.
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_on_host: dict[int, Any] = {}
+_on_host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 _allocating: ContextVar[bool] = ContextVar("_allocating", default=False)
 
 
 def with_inner(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """`change(tensor)`; of a wrapper such as DTensor, another whose plain inner tensors are `change` of its own."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not _wraps_others(tensor):
         return change(tensor)
     names, context = tensor.__tensor_flatten__()
     held = {name: getattr(tensor, name) for name in names}
@@ -30,13 +29,17 @@ def with_inner(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 def locals_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain local tensors of a tensor: itself, or the inner tensors of a wrapper such as DTensor."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not _wraps_others(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
         held = getattr(tensor, name)
         if isinstance(held, Tensor):
             yield from locals_of(held)
+
+
+def _wraps_others(tensor: Tensor) -> TypeGuard[Any]:
+    return hasattr(tensor, "__tensor_flatten__")  # PyTorch's protocol for subclasses that hold other tensors
 
 
 def host_like(tensor: Tensor) -> Tensor:
@@ -50,15 +53,13 @@ def _plain_host_like(tensor: Tensor) -> Tensor:
         made = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type not in ("cpu", "meta"))
     finally:
         _allocating.reset(token)
-    storage = made.untyped_storage()
-    key = storage._cdata
-    _on_host[key] = weakref.ref(storage, lambda _: _on_host.pop(key, None))
+    _on_host.add(made.untyped_storage())
     return made
 
 
 def on_host(tensor: Tensor) -> bool:
     """Whether `host_like` made the storage of this tensor, or of its shard."""
-    return any(plain.untyped_storage()._cdata in _on_host for plain in locals_of(tensor))
+    return any(plain.untyped_storage() in _on_host for plain in locals_of(tensor))
 
 
 def allocating_on_host() -> bool:

@@ -30,7 +30,7 @@ def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if rows.is_meta:
         return rows.mm(weight[0])
     if _has_kernel(rows, weight):
-        return torch._grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
     return torch.cat([product(piece, matrix) for piece, matrix in pieces])
 
@@ -42,7 +42,7 @@ def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
         one = left.t().mm(right)
         return one.new_empty(counts.shape[0], *one.shape)
     if _has_kernel(left, right):
-        return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
     return torch.stack([product(a.t(), b) for a, b in pieces])
 

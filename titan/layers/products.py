@@ -20,9 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LACKS_BF16 = platform.machine() in ("x86_64", "AMD64") and not (
-    torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-)
+_BF16 = (("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"), ("avx_vnni", "avx_ne_convert", "avx_vnni_int8"))
+"""Sets of instructions of x86 with each of which oneDNN multiplies bf16 matrices."""
+
+
+def _lacks_bf16() -> bool:
+    has = torch.cpu.get_capabilities()
+    enough = any(all(has.get(name) for name in names) for names in _BF16)
+    there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return platform.machine() in ("x86_64", "AMD64") and not (there and enough)
+
+
+LACKS_BF16 = _lacks_bf16()
 """Whether oneDNN multiplies no bf16 matrices on this machine's CPU."""
 
 

@@ -16,12 +16,12 @@ from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from titan import log, terminal
 from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks.meeting.launch_env import launched_world_size
-from titan.ranks.meeting.store import in_time, open_store, serves_store
+from titan.ranks.meeting.store import in_time, open_store, serves_store, shared_store
 from titan.terminal import say
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def _ask(question: Callable[[Store], T], otherwise: T) -> T:
 def _store() -> Store:
     """The store of the process group; before this rank has joined, the one where the ranks are to meet."""
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return shared_store()
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise RuntimeError("there is no store")
     return open_store(ANSWER_S)

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store
 
 from titan import log
 from titan.config import Job
@@ -28,7 +28,7 @@ from titan.ranks import failure, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import STARTED, launched_world_size
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks, statement_of
-from titan.ranks.meeting.store import open_store
+from titan.ranks.meeting.store import open_store, shared_store
 from titan.terminal import say
 
 LOOKS_PER_S = 5000  # most looks of all ranks together at the store, which answers some ten thousand
@@ -63,7 +63,7 @@ def join(job: Job, **options: Any) -> Rank:
     statement = statement_of(job, rank.device.type, **options) if rank.world_size > 1 else None
     enter(rank, job.comm.init_timeout_s, statement)
     if rank.device.type == "cuda" and (gpu := _identity(torch.cuda.get_device_properties(rank.device))):
-        claim(f"{socket.gethostname()} {gpu}", rank.number, dist.distributed_c10d._get_default_store())
+        claim(f"{socket.gethostname()} {gpu}", rank.number, shared_store())
     return rank
 
 

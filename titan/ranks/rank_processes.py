@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from titan.machine import process_state

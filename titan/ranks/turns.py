@@ -11,12 +11,13 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks import watchdog
 from titan.ranks.failure import tell
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.store import shared_store
 from titan.ranks.process import LOOKS_PER_S, Rank
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class _Turn:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._store = PrefixStore(f"turn {next(_turns)}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"turn {next(_turns)}", shared_store())
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

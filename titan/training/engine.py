@@ -51,12 +51,12 @@ class Strict:
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.inner, self.parts, self._device = engine, engine.parts, device
-        self._buffers = [
-            (f"{path}.{name}" if path else name, module, name)
+        self._persistent = [
+            (name, part.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for part in self.parts
-            for path, module in part.module.named_modules()
-            for name in module._buffers
-            if name not in module._non_persistent_buffers_set
+            for kept in [part.module.state_dict(keep_vars=True)]
+            for name, _ in part.module.named_buffers(remove_duplicate=False)
+            if name in kept
         ]
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
@@ -70,7 +70,7 @@ class Strict:
                 "differ between layouts and under recomputation. Draw by position with a titan.contracts.RandomModule, "
                 "and nothing in techniques' before_microbatch()"
             )
-        for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
+        for (name, *_), before, now in zip(self._persistent, buffers, self._written(), strict=True):
             if before != now:
                 raise PluginError(
                     f"forward or backward wrote to the persistent buffer {name}, but a checkpoint keeps one value for "
@@ -89,7 +89,7 @@ class Strict:
 
     def _written(self) -> list[tuple[int, int]]:
         """Of each persistent buffer, which tensor it is and how often that was written to."""
-        tensors = [module._buffers[name] for _, module, name in self._buffers]
+        tensors = [getattr(module, name) for _, module, name in self._persistent]
         return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
 
 

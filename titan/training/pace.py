@@ -9,12 +9,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from titan.checkpoint import Checkpointer
 from titan.contracts import BuildContext, Mesh
 from titan.log import log
 from titan.ranks import failure
+from titan.ranks.meeting.store import shared_store
 from titan.ranks.preemption import Preemption
 from titan.ranks.process import lose_peers, set_timeouts
 from titan.training.metrics import Meter
@@ -60,7 +61,7 @@ class OwnPace(Together):
         self._meetings = 0
 
     def begin(self, step: int) -> Preemption:
-        store = dist.distributed_c10d._get_default_store()
+        store = shared_store()
         if self._context.mesh.rank == 0 and self._ranks_of:
             failure.begin(store, self._ranks_of)
         return PacedPreemption(self._context.mesh, self._mates, store, step, self._context.job.run.max_minutes)
@@ -91,7 +92,7 @@ class OwnPace(Together):
 
     def _agreed(self, gone: Collection[int]) -> list[int]:
         """The workers that are gone, as rank 0 says, which hears of them; waits for rank 0."""
-        store, key = dist.distributed_c10d._get_default_store(), f"gone at meeting {self._meetings}"
+        store, key = shared_store(), f"gone at meeting {self._meetings}"
         if self._context.mesh.rank == 0:
             store.set(key, " ".join(map(str, sorted(gone))))
         return [int(worker) for worker in store.get(key).split()]

@@ -78,11 +78,11 @@ def wrapping(techniques: Sequence[Technique]) -> list[Technique]:
 def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
     """Storage on the device of this rank, of weights on the host where they are to be, and layout-invariant values."""
     for part in parts:
-        buffers = [(module, name) for module in part.module.modules() for name in module._buffers]
         part.module.to_empty(device="cpu" if context.job.stating("weights_on_host") else context.device)
-        for module, name in buffers:
-            if (buffer := module._buffers[name]) is not None and buffer.device != context.device:
-                module._buffers[name] = torch.empty_like(buffer, device=context.device)
+        for module in part.module.modules():
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if buffer.device != context.device:
+                    setattr(module, name, torch.empty_like(buffer, device=context.device))
         part.retie(context.spec)
         init_weights(part, context.spec, context.job.run.seed, context.device)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as _c10d
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Kind -> how often a ring passes the whole tensor around."""
@@ -22,10 +21,15 @@ PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_sca
 _SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")  # in these a rank sends no numbers
 
 
+def _name(operation: OpOverload) -> str:
+    name: str = operation.name()  # type: ignore[no-untyped-call]
+    return name.rpartition("::")[2].partition(".")[0]
+
+
 def is_collective(operation: OpOverload) -> bool:
     """Whether an operation communicates with other ranks."""
     local = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan")
-    name = operation._schema.name.rpartition("::")[2]
+    name = _name(operation)
     return operation.namespace in ("c10d", "_c10d_functional") and name not in local
 
 
@@ -37,7 +41,7 @@ def in_place(operation: OpOverload) -> bool:
 @cache
 def kind_of(operation: OpOverload) -> str:
     """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
-    name = operation._schema.name.rpartition("::")[2].strip("_").removesuffix("_out")
+    name = _name(operation).strip("_").removesuffix("_out")
     flat = name.replace("_", "")  # PyTorch has other names too: allgather_base, all_gather_into_tensor_coalesced
     others = {"isend": "send", "irecv": "recv", "gather_into_tensor": "gather"}
     return next((kind for kind in PASSES if flat.startswith(kind.replace("_", ""))), others.get(name, name))
@@ -55,7 +59,10 @@ def group_of(args: Any) -> dist.ProcessGroup:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """The tensors in arguments or results, nested containers included."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    return [tensor for value in inner for tensor in tensors_of(value)]
 
 
 def payload(args: Any, out: Any) -> int:
@@ -127,7 +134,7 @@ def around_each(around: Around) -> Callable[[], None]:
     def stop() -> None:
         _around.remove(around)
         if not _around:
-            _kernels.pop()._destroy()
+            _kernels.clear()  # a library whose last reference goes takes its kernels along
 
     return stop
 

@@ -105,7 +105,8 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
+        local = parameter.to_local()  # the tensor itself, as no gradient is recorded here
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:

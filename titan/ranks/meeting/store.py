@@ -10,7 +10,8 @@ from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore
 
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks.meeting import signals
@@ -41,6 +42,12 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
         if time.monotonic() > deadline and thread.is_alive():
             raise TimeoutError
     return answer.result(0)
+
+
+def shared_store() -> Store:
+    """The store of the process group of all ranks, which this process has joined."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
 
 
 def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
