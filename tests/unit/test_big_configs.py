@@ -18,7 +18,7 @@ from titan.config import load_job
 from titan.contracts.base.cost import Costs
 from titan.packages import torch_release
 from titan.planner.machine import cluster
-from titan.planner.search.best_first import _Search
+from titan.planner.search.best_first import Search
 from titan.planner.search.space import Base, load_base
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
@@ -36,7 +36,7 @@ HOLDS_MORE = torch_release() < (2, 15)
 
 def faster(base: Base, planner: Planner, ranks: int, limit_s: float) -> list[str]:
     """Layouts with a step below the limit, if there are any."""
-    run = _Search(base.job, planner, 1, "time")
+    run = Search(base.job, planner, 1, "time")
     run.values = [limit_s]  # as if such a layout were found: whatever cannot be faster is pruned
     space = base.space(ranks, planner.cluster.ranks_per_node)
     best = run.through(sorted(run.groups([space]), key=itemgetter(0))).best

@@ -21,7 +21,7 @@ from titan.machine import (
     ALLOCATOR,
     DESCRIPTORS,
     HOST_ALLOCATOR,
-    _cores_near,
+    cores_near,
     keep_freed_memory,
     let_segments_expand,
     on_this_device,
@@ -213,12 +213,12 @@ TWO_NODES = ["0-3,8-11", "4-7,12-15"]
 def test_cores_near_a_gpu_are_those_of_its_numa_node(
     nodes: list[str], gpu_node: int, allowed: range, near: set[int], tmp_path: Path
 ) -> None:
-    assert _cores_near(GPU, _machine(tmp_path, "0-15", nodes, gpu_node), set(allowed)) == near
+    assert cores_near(GPU, _machine(tmp_path, "0-15", nodes, gpu_node), set(allowed)) == near
 
 
 def test_a_gpu_without_a_place_is_near_to_nothing(tmp_path: Path) -> None:
-    assert _cores_near(SimpleNamespace(name="a GPU"), _machine(tmp_path, "0-15", TWO_NODES, 0), set(range(16))) == set()
-    assert _cores_near(GPU, tmp_path / "absent", set(range(16))) == set()
+    assert cores_near(SimpleNamespace(name="a GPU"), _machine(tmp_path, "0-15", TWO_NODES, 0), set(range(16))) == set()
+    assert cores_near(GPU, tmp_path / "absent", set(range(16))) == set()
 
 
 def _bound(folder: str) -> list[object]:

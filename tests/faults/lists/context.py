@@ -87,7 +87,7 @@ FAULTS = (
         "sorted(context.techniques, key=lambda technique: ORDER.index(technique.phase))", "context.techniques",
         ("tests/unit/test_phases.py::test_techniques_cut_what_those_of_earlier_phases_have_left",)),
     Fault("attention to a rank's own positions accepted as that of the whole sequence",
-        "titan/training/phases.py::_check_names",
+        "titan/training/phases.py::check_names",
         "module.operation is None", "module.operation is not None",
         ("tests/unit/test_attention.py::test_slices_of_sequences_need_an_operation_that_reaches_the_others",)),
     Fault("halves of a rank's queries computed apart though they see the same keys",
