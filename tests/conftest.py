@@ -86,12 +86,12 @@ def _builtin_plugins() -> None:
 @pytest.fixture(autouse=True)
 def _plugins_of_a_test_end_with_it(_builtin_plugins: None) -> Iterator[None]:
     """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
-    plugins, opened = dict(registry._plugins), set(registry._opened)
+    plugins, opened = dict(registry.plugins), set(registry.opened)
     yield
-    registry._plugins.clear()
-    registry._plugins.update(plugins)
-    registry._opened.clear()
-    registry._opened.update(opened)
+    registry.plugins.clear()
+    registry.plugins.update(plugins)
+    registry.opened.clear()
+    registry.opened.update(opened)
 
 
 @pytest.fixture(scope="module")

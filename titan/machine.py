@@ -142,7 +142,7 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> set[int]:
     """
     if device.type != "cuda" or sys.platform != "linux":
         return set()
-    cores = _cores_near(torch.cuda.get_device_properties(device), system, os.sched_getaffinity(0))
+    cores = cores_near(torch.cuda.get_device_properties(device), system, os.sched_getaffinity(0))
     if cores:
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):  # it may have ended
@@ -151,7 +151,7 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> set[int]:
     return cores
 
 
-def _cores_near(gpu: Any, system: Path, allowed: set[int]) -> set[int]:
+def cores_near(gpu: Any, system: Path, allowed: set[int]) -> set[int]:
     """The cores of a GPU's NUMA node, by its place on the bus; empty where they are unknown, or no choice."""
     try:
         place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

@@ -85,7 +85,7 @@ def _used(backend: str, stores: list["_Counting"]) -> Counts:
     stores: takes the store that the process group reads.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
-    held = _held()
+    held = held_here()
     open_store = process.open_store
 
     def counted(limit_s: float) -> Store:
@@ -102,10 +102,10 @@ def _used(backend: str, stores: list["_Counting"]) -> Counts:
         dist.all_reduce(torch.zeros(2, dtype=torch.int64), group=group)
     checkpoints.gather(0)
     checkpoints.gather_first(0)
-    return {what: count - held[what] for what, count in _held().items()} | {"store_gets": stores[0].gets}
+    return {what: count - held[what] for what, count in held_here().items()} | {"store_gets": stores[0].gets}
 
 
-def _held() -> Counts:
+def held_here() -> Counts:
     """Open files of this process, those of them that are sockets, and its threads."""
     kinds = []
     for number in os.listdir("/proc/self/fd"):

@@ -30,7 +30,7 @@ class Watch:
     """Observes the steps of these model parts. hosted: weights, gradients and state are in the host's memory.
 
     memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective,
-    group name, bytes, bytes that this rank sends).
+    group name, bytes, bytes that this rank sends).  computing: unsharded parameters that modules compute with, by id.
     """
 
     def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object], hosted: bool = False) -> None:
@@ -42,7 +42,7 @@ class Watch:
         self.sent: Counter[tuple[str, str, int, float]] = Counter()
         self._swept = False
         self._idle: set[object] = set()  # operations that add nothing but their results
-        self._computing: dict[int, nn.Parameter] = {}
+        self.computing: dict[int, nn.Parameter] = {}
 
     def _look(self, function: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         packet = function._overloadpacket
@@ -87,8 +87,8 @@ class Watch:
                 continue
             for local in locals_of(parameter):
                 self.memory.tag(local, GATHERED, ("", COMMUNICATION))
-            if id(parameter) not in self._computing and parameter.requires_grad and parameter.is_leaf:
-                self._computing[id(parameter)] = parameter
+            if id(parameter) not in self.computing and parameter.requires_grad and parameter.is_leaf:
+                self.computing[id(parameter)] = parameter
                 parameter.register_post_accumulate_grad_hook(self._see_gradient)  # type: ignore[no-untyped-call]
 
     def _see_gradient(self, parameter: Tensor) -> None:
@@ -118,7 +118,7 @@ class Watch:
             if self._trained and parameter.grad is not None:
                 for local in locals_of(parameter.grad):
                     self.memory.tag(local, HOST, ("", COMMUNICATION, GRADIENTS))
-        for parameter in (*held, *self._computing.values()):
+        for parameter in (*held, *self.computing.values()):
             self._see_gradient(parameter)
 
     # --- on and off -----------------------------------------------------------------------------------------------

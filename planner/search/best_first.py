@@ -102,7 +102,7 @@ def search(
     frozen = gc.get_freeze_count()
     gc.freeze()  # what has been imported is not gone through at each collection, nor copied where workers are forked
     try:
-        run = _Search(job, planner, keep, objective)
+        run = Search(job, planner, keep, objective)
         groups = sorted(run.groups(spaces), key=itemgetter(0))
         if workers == 1 or len(groups) < FEW or sys.platform != "linux":
             return run.through(groups, progress)
@@ -113,7 +113,7 @@ def search(
 
 
 def _shared_out(
-    run: "_Search", groups: Sequence[Group], progress: Callable[[int, int], None], workers: int
+    run: "Search", groups: Sequence[Group], progress: Callable[[int, int], None], workers: int
 ) -> list[Result]:
     """What each worker finds. Each in turn takes the next best group."""
     # Forked, they have the job and the plugins, and send back plain data.
@@ -169,7 +169,7 @@ class _Node(NamedTuple):
     look: Callable[[], None]
 
 
-class _Search:
+class Search:
     """A search on its way; `values` are the objectives of the best, in order."""
 
     def __init__(self, job: Job, planner: Planner, keep: int, objective: Objective) -> None:
@@ -207,9 +207,9 @@ class _Search:
         for space in spaces:
             for layout in space.layouts():
                 for micro_batch in space.micro_batches(layout):
-                    yield self._bound(alone, layout, micro_batch), space, layout, micro_batch
+                    yield self.group_bound(alone, layout, micro_batch), space, layout, micro_batch
 
-    def _bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
+    def group_bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
         """What a group costs at least: its computation, shared out evenly, none of it twice."""
         slices, sequence, batch = (layout.degree_of(fact) for fact in ("slices", "sliced", "dealt"))
         folding = tuple(axis.name for axis in layout.axes if axis.folds)
@@ -219,9 +219,9 @@ class _Search:
             shared = replace(alone, splits=whole, micro_batch=micro_batch, stacks_over=folding)
             self._alone[key] = self.planner.stage_costs(shared, layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
-        return self._value(*self._alone[key].lower_bound(rounds, layout.degree_of("layers")), layout)
+        return self.lower_bound(*self._alone[key].lower_bound(rounds, layout.degree_of("layers")), layout)
 
-    def _value(self, least: float, busy: float, layout: Layout) -> float:
+    def lower_bound(self, least: float, busy: float, layout: Layout) -> float:
         """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
         device, world = self.planner.cluster.device, layout.world_size
         least = max(least * self.planner.speed(layout), busy)
@@ -238,7 +238,7 @@ class _Search:
             if (alike := self._alike(space, choice)) is None:
                 self._refuse("techniques are missing or conflict", len(staged))
                 continue
-            bound = self._value(*self._least(alike), layout)
+            bound = self.lower_bound(*self.least_time(alike), layout)
             self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
 
     def _alike(self, space: Space, choice: Choice) -> StageCostCache | None:
@@ -246,17 +246,18 @@ class _Search:
         return None if job is None else self.planner.stage_costs(uncut(job), choice.layout)
 
     @staticmethod
-    def _least(alike: StageCostCache) -> tuple[float, float]:
+    def least_time(alike: StageCostCache) -> tuple[float, float]:
+        """Seconds that a step takes at least, and that ranks are at work in it, however the layers are cut."""
         return alike.lower_bound(alike.parts.costs.micro_batches, alike.parts.layout.degree_of("layers"))
 
     def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._least_memory(alike)) > self.limit:
+        if (least := self.least_memory(alike)) > self.limit:
             self._lacks(least, choice, len(staged))
             return
-        costs, (_, busy) = alike.parts.costs, self._least(alike)
+        costs, (_, busy) = alike.parts.costs, self.least_time(alike)
         for more in staged:
             one = replace(choice, options=(*choice.options, *more))
             if more not in cuts:
@@ -264,9 +265,9 @@ class _Search:
                     continue
                 cuts[more] = _places(cut(costs, job).stages)
             least = alike.lower_bound_of(cuts[more](costs.recompute))
-            self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
+            self._wait(self.lower_bound(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
-    def _least_memory(self, alike: StageCostCache) -> float:
+    def least_memory(self, alike: StageCostCache) -> float:
         """Lower bound in bytes of the fullest rank's memory, however the model is cut into stages.
 
         It is the mean over the ranks of state, and of what they hold in a backward. No stage frees activations before
@@ -282,7 +283,7 @@ class _Search:
         if job is None:
             return
         draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
-        if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
+        if self._hopeless(self.lower_bound(draft.lower_bound_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
         # Too large, it matters as `tightest` alone: no use to look on once a rank has more than that one.

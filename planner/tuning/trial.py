@@ -130,7 +130,7 @@ class Runner:
         rows = [row for row in rows if row["step"] > self.warmup]
         if code != EXIT_DONE or len(rows) < self.steps:
             return failure(code, said + "".join(log.read_text() for log in sorted(path.parent.glob("logs/*"))))
-        watts = _mean_power(readings, rows[0]["time"] - rows[0]["step_time_s"], rows[-1]["time"])
+        watts = mean_power(readings, rows[0]["time"] - rows[0]["step_time_s"], rows[-1]["time"])
         keys = ("step_time_s", "tokens_per_s", "model_tflops_per_device", "peak_memory_gib")
         return Measured(**{key: statistics.median(row[key] for row in rows) for key in keys}, watts=watts)
 
@@ -162,7 +162,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.stdout.close()
 
 
-def _mean_power(readings: Sequence[tuple[float, float]], begin: float, end: float) -> float | None:
+def mean_power(readings: Sequence[tuple[float, float]], begin: float, end: float) -> float | None:
     """Mean of the readings between two unix times; the nearest reading if none is between; None without readings."""
     if not readings:
         return None

@@ -56,9 +56,11 @@ from titan.paths import expanded, temporary_folder, told
 
 _log = logging.getLogger("titan.attention")
 
-_FOLDER = Path(__file__).parent
+SOURCES = Path(__file__).parent
+"""The folder of the kernels' sources."""
+
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
-_FEATURES = {
+FEATURES = {
     torch.bfloat16: ("fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
     torch.float32: ("fma", "avx2"),
 }
@@ -66,7 +68,9 @@ _FEATURES = {
 
 _MOST_FEATURES = 256
 _DIGEST_BYTES = 32
-_COMPILER_SECONDS = 300
+
+COMPILER_LIMIT_S = 300
+"""Longest wait for a compiler, in seconds."""
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
@@ -101,18 +105,18 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """
     if device.type != "cpu":
         return f"the kernel is for CPUs, not for device {device.type}"
-    if dtype not in _FEATURES:
+    if dtype not in FEATURES:
         return f"the kernels compute in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MOST_FEATURES:
         return f"the kernel is for heads of a multiple of 16 features, at most {_MOST_FEATURES}, not of {head_dim}"
-    found = _library(computed_in(dtype))
+    found = kernel_library(computed_in(dtype))
     return found if isinstance(found, str) else ""
 
 
 def outdone(dtype: torch.dtype) -> str:
     """Why PyTorch's kernel may be faster here, as a sentence; empty: it is not."""
     # AMD's family 25 is Zen 3, which has no AVX-512, and Zen 4, which takes its vectors in halves.
-    halves = (_core().get("vendor_id"), _core().get("cpu family")) == ("AuthenticAMD", "25")
+    halves = (first_core().get("vendor_id"), first_core().get("cpu family")) == ("AuthenticAMD", "25")
     if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)) and not (halves and dtype == torch.float32):
         return "the kernel has vectors of 256 bits in float32, and this CPU has some of 512"
     return ""
@@ -120,14 +124,14 @@ def outdone(dtype: torch.dtype) -> str:
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the kernel for tensors of a dtype."""
-    return torch.float32 if _lacking(_FEATURES[dtype]) else dtype
+    return torch.float32 if _lacking(FEATURES[dtype]) else dtype
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
+def kernel_library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernel of a dtype, or why there is none; found out once per process."""
     try:
-        if lacking := _lacking(_FEATURES[dtype]):
+        if lacking := _lacking(FEATURES[dtype]):
             raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
         build = _build(dtype)
         try:
@@ -147,8 +151,8 @@ class _Build(NamedTuple):
 
 
 def _build(dtype: torch.dtype) -> _Build:
-    features = (f"-m{feature.replace('_', '')}" for feature in _FEATURES[dtype])
-    source = _FOLDER / f"cpu_kernel_{str(dtype).removeprefix('torch.')}.cpp"
+    features = (f"-m{feature.replace('_', '')}" for feature in FEATURES[dtype])
+    source = SOURCES / f"cpu_kernel_{str(dtype).removeprefix('torch.')}.cpp"
     return _Build(_compiler(), [*_FLAGS, *features], source)
 
 
@@ -175,12 +179,12 @@ def _opened_elsewhere(build: _Build, error: OSError | ConfigError) -> ctypes.CDL
 
 def _lacking(features: tuple[str, ...]) -> list[str]:
     """Those that this CPU does not have."""
-    flags = f" {_core().get('flags', '')} "
+    flags = f" {first_core().get('flags', '')} "
     return [feature for feature in features if f" {feature} " not in flags]
 
 
 @functools.cache
-def _core() -> dict[str, str]:
+def first_core() -> dict[str, str]:
     """What Linux says of the first core."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -203,7 +207,7 @@ def _opened(build: _Build, folder: Path) -> ctypes.CDLL:
     """The library from the cache, made there first if it is absent or damaged, by one process of those that ask."""
     compiler, flags, source = build
     words = (*compiler, _answer([*compiler, "--version"]), *flags)
-    about = [source.read_bytes(), (_FOLDER / "cpu_kernel.h").read_bytes(), *map(os.fsencode, words)]
+    about = [source.read_bytes(), (SOURCES / "cpu_kernel.h").read_bytes(), *map(os.fsencode, words)]
     path = folder / f"attention-{hashlib.sha256(b'|'.join(about)).hexdigest()[:32]}.so"
     if not _is_whole(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,14 +262,14 @@ def _answer(command: list[str]) -> str:
             command,
             env={**os.environ, "LC_ALL": "C"},
             capture_output=True,
-            timeout=_COMPILER_SECONDS,
+            timeout=COMPILER_LIMIT_S,
             check=False,
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        raise _AbsentError(f"{command[0]} took more than {_COMPILER_SECONDS} s to compile the kernel") from None
+        raise _AbsentError(f"{command[0]} took more than {COMPILER_LIMIT_S} s to compile the kernel") from None
     if done.returncode:
         said = " | ".join(line.strip() for line in done.stderr.splitlines()[:3]) or "it said nothing"
         raise _AbsentError(f"{command[0]} cannot compile the kernel (exit code {done.returncode}): {said}")
@@ -273,7 +277,7 @@ def _answer(command: list[str]) -> str:
 
 
 @functools.cache
-def _parallel() -> int:
+def gomp_parallel() -> int:
     """Address of GOMP_parallel of the OpenMP library that PyTorch has loaded; 0: the kernel starts threads itself."""
     # A second OpenMP library would have threads of its own, which spin beside those of the first.
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
@@ -304,7 +308,7 @@ def cpu_attention(
     batch, heads, length, width = q.shape
     if k.shape != v.shape or k.shape != (batch, k.shape[1], length, width) or heads % k.shape[1]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: not [B, H, S, N] and [B, K, S, N]")
-    if width % 16 or not 0 < width <= _MOST_FEATURES or q.dtype not in _FEATURES or not q.dtype == k.dtype == v.dtype:
+    if width % 16 or not 0 < width <= _MOST_FEATURES or q.dtype not in FEATURES or not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype} with {width} features per head"
         raise ValueError(f"{dtypes}: not all bfloat16 or all float32, with a multiple of 16 up to 256")
     if documents is not None and (documents.shape != (batch, length) or documents.dtype != torch.int64):
@@ -392,7 +396,7 @@ OPERATIONS = (torch.ops.titan.cpu_attention.default,)
 
 def _call(name: str, documents: Tensor | None, scale: float, window: int, lse: Tensor, **tensors: Tensor) -> None:
     """Call a function of the library; the tensors are those of its `Problem`."""
-    found = _library(tensors["q"].dtype)
+    found = kernel_library(tensors["q"].dtype)
     if isinstance(found, str):
         raise RuntimeError(found)
     # Rows must not have gaps between their numbers; what lies between rows, heads and sequences does not matter.
@@ -408,7 +412,7 @@ def _call(name: str, documents: Tensor | None, scale: float, window: int, lse: T
         window,
         scale,
         torch.get_num_threads(),
-        _parallel(),
+        gomp_parallel(),
         0 if documents is None else documents.data_ptr(),
         lse.data_ptr(),
         **{key: _View(x.data_ptr(), *x.stride()[:3]) for key, x in kept.items()},

@@ -317,16 +317,16 @@ class LocalSteps(Technique):
         width = -(-sum(sizes) // (workers * BLOCK)) * BLOCK
         padded = [pad(one.flatten(), (0, size - one.numel())) for one, size in zip(own, sizes, strict=True)]
         parts = pad(torch.cat(padded), (0, workers * width - sum(sizes))).view(workers, width)
-        sent = _encoded(parts, form)
+        sent = encoded(parts, form)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        total, *others = _decoded(received, form)
+        total, *others = decoded(received, form)
         for part in others:
             total = total + part
-        sent = _encoded(total[None] / workers, form)
+        sent = encoded(total[None] / workers, form)
         received = sent.new_empty(workers, sent.shape[1])
         dist.all_gather(list(received), sent[0], group=group)
-        found = _decoded(received, form).flatten()[: sum(sizes)].split(sizes)
+        found = decoded(received, form).flatten()[: sum(sizes)].split(sizes)
         return [mean[: one.numel()].view_as(one) for one, mean in zip(own, found, strict=True)]
 
     def measure(self) -> Mapping[str, Tensor | None]:
@@ -357,7 +357,7 @@ def _counted(drift: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([squares, torch.full_like(squares, drift.numel() / holders)])
 
 
-def _encoded(rows: Tensor, form: str) -> Tensor:
+def encoded(rows: Tensor, form: str) -> Tensor:
     """[R, N] float32, N a multiple of `BLOCK` -> [R, bytes] uint8: scales, then numbers; "fp32" as they are."""
     if form == "fp32":
         return rows.contiguous()
@@ -371,8 +371,8 @@ def _encoded(rows: Tensor, form: str) -> Tensor:
     return torch.cat([scales.contiguous().view(torch.uint8), numbers], 1)
 
 
-def _decoded(rows: Tensor, form: str) -> Tensor:
-    """The numbers [R, N] of what `_encoded` gave."""
+def decoded(rows: Tensor, form: str) -> Tensor:
+    """The numbers [R, N] of what `encoded` gave."""
     if form == "fp32":
         return rows
     largest, per_block = 2 ** (BITS[form] - 1) - 1, 4 + BLOCK * BITS[form] // 8

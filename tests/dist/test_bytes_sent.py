@@ -77,19 +77,19 @@ def test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps(tmp_path: P
 # --- whoever issues them ------------------------------------------------------------------------------------------
 
 
-def counter(mesh: Mesh) -> BytesSent:
-    """The technique, applied to no model in particular."""
-    made = BytesSent(Config())
-    made.apply(Mock(), Mock(mesh=mesh, device=mesh.device, in_step=False))
+def counter(mesh: Mesh) -> tuple[BytesSent, Mock]:
+    """The technique, applied to no model in particular, and its context."""
+    made, context = BytesSent(Config()), Mock(mesh=mesh, device=mesh.device, in_step=False)
+    made.apply(Mock(), context)
     made.load_state_dict({})
-    return made
+    return made, context
 
 
 def _issued() -> dict[str, float]:
     """Bytes counted of each way to communicate, on a rank of three."""
     axes = (Axis(name="dp", data="dealt", weights="copies", topology_order=0, doc=""),)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent = counter(Mesh(Layout(axes, {"dp": ranks}), torch.device("cpu"), rank))
+    sent, context = counter(Mesh(Layout(axes, {"dp": ranks}), torch.device("cpu"), rank))
     ours, all_ranks = torch.ones(4 * ranks), dist.group.WORLD
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     to_next = [4 * ranks if place == after else 0 for place in range(ranks)]
@@ -131,10 +131,10 @@ def _issued() -> dict[str, float]:
     }
     found = {}
     for name, communicate in ways.items():
-        sent._context.in_step = True
+        context.in_step = True
         communicate()
         sent.after_step(1, torch.tensor(True))
-        sent._context.in_step = False
+        context.in_step = False
         communicate()  # beside a step
         measured = sent.measure()
         assert torch.equal(measured["bytes_sent"], measured["bytes_sent.dp"])
@@ -149,7 +149,7 @@ def test_every_operation_of_pytorch_has_a_kind() -> None:
     names = filter(re.compile("(c10d|_c10d_functional)::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names())
     operations = [getattr(getattr(torch.ops, name), of).default for name, of in (each.split("::") for each in names)]
     kinds = {str(one): collectives.kind_of(one) for one in operations if collectives.is_collective(one)}
-    known = {*collectives.PASSES, "broadcast", "reduce", "gather", "scatter", "send", *collectives._SILENT}
+    known = {*collectives.PASSES, "broadcast", "reduce", "gather", "scatter", "send", *collectives.SILENT}
     assert {name: kind for name, kind in kinds.items() if kind not in known} == {}
     assert kinds["_c10d_functional.all_reduce_coalesced.default"] == "all_reduce"
 

@@ -292,12 +292,12 @@ def test_blocks_are_as_few_and_as_large_as_costs_say(size: int, packed: bool) ->
     costs = Costs(seq_len=length, dim=8, micro_batch=1, micro_batches=1, embeddings=(), layer=(), head=(), styles={})
     op = Attention(heads=2, kv_heads=1, head_dim=4, documents=packed)
     ring, gather = methods.ring(op, size, costs)[0], methods.gather(op, size, costs)[0]
-    sight = blocks._Sight(width, torch.zeros(1, length) if packed else None, None, None)
+    sight = blocks.Sight(width, torch.zeros(1, length) if packed else None, None, None)
     scores, kernels = [0, 0], [0, 0]
     for rank in range(size):
         own = blocks.chunks_of(rank, size)
-        passed = [b for other in range(size) for b in blocks._blocks(sight, own, blocks.chunks_of(other, size))]
-        at_once = blocks._blocks(sight, own, range(2 * size))
+        passed = [b for other in range(size) for b in blocks.blocks_of(sight, own, blocks.chunks_of(other, size))]
+        at_once = blocks.blocks_of(sight, own, range(2 * size))
         kernels = [max(most, len(found)) for most, found in zip(kernels, (passed, at_once), strict=True)]
         for place, found in enumerate((passed, at_once)):
             scores[place] += sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in found)
@@ -319,13 +319,13 @@ def test_written_blocks_equal_the_fused_kernel(kv_heads: int, most: int, monkeyp
     q, k, v, grad = (torch.randn(2, heads, 10, 8, generator=draws) for heads in (4, kv_heads, kv_heads, 4))
     seen = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
     for causal, mask, scale in ((False, None, None), (True, _masked(seen), None), (True, _masked(seen), 0.8)):
-        fused = blocks._forward_fused(q, k, v, causal, scale)
-        written = blocks._forward_written(q, k, v, mask, scale)
+        fused = blocks.forward_fused(q, k, v, causal, scale)
+        written = blocks.forward_written(q, k, v, mask, scale)
         torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
         # As in a ring, output and log-sum-exp are of more keys than the block's.
         out, lse = fused[0] * 0.7, fused[1] + 0.3
-        gradients = blocks._backward_fused(grad, q, k, v, out, lse, causal, scale)
-        again = blocks._backward_written(grad, q, k, v, out, lse, mask, scale)
+        gradients = blocks.backward_fused(grad, q, k, v, out, lse, causal, scale)
+        again = blocks.backward_written(grad, q, k, v, out, lse, mask, scale)
         torch.testing.assert_close(again, gradients, rtol=1e-5, atol=2e-6)
 
 
@@ -344,7 +344,7 @@ def test_every_kind_of_block_may_be_written(label: str, monkeypatch: pytest.Monk
         return [out, lse, queries.gradients(torch.stack((k, v)), range(6), grad[:, :, own], out, lse, dq), dq]
 
     expected = results()
-    monkeypatch.setattr(blocks, "_fused", lambda _, kind: kinds.add(kind))
+    monkeypatch.setattr(blocks, "is_fused", lambda _, kind: kinds.add(kind))
     torch.testing.assert_close(results(), expected, rtol=1e-5, atol=2e-6)
     assert kinds == ({"full", "causal"} if case.window is None and not case.borders else {"masked", *kinds})
 
@@ -352,12 +352,12 @@ def test_every_kind_of_block_may_be_written(label: str, monkeypatch: pytest.Monk
 def test_queries_without_a_key_have_no_output() -> None:
     q = torch.ones(1, 2, 3, 8)
     seen = torch.tensor([[False, False], [True, True], [False, False]])[None, None]
-    out, lse = blocks._forward_written(q, q[:, :, :2], q[:, :, :2], _masked(seen), None)
+    out, lse = blocks.forward_written(q, q[:, :, :2], q[:, :, :2], _masked(seen), None)
     assert out[:, :, 1].eq(1).all() and out[:, :, ::2].eq(0).all()
     assert lse[:, :, ::2].eq(-math.inf).all() and lse[:, :, 1].isfinite().all()
     total, sums = torch.zeros_like(q), torch.full((1, 2, 3), -math.inf)
-    blocks._merge(total, sums, out, lse)
+    blocks.merge(total, sums, out, lse)
     assert torch.equal(total, out) and torch.equal(sums, lse)
     sums = sums.nan_to_num(neginf=0.0)
-    gradients = blocks._backward_written(q, q, q[:, :, :2], q[:, :, :2], out, sums, _masked(seen), None)
+    gradients = blocks.backward_written(q, q, q[:, :, :2], q[:, :, :2], out, sums, _masked(seen), None)
     assert all(gradient.isfinite().all() for gradient in gradients)

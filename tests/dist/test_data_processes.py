@@ -143,7 +143,7 @@ def _kill_a_loader_process(folder: Path) -> str:
     """What is said, once the other process has ended too."""
     reading = loader(samples((count_up(folder / "a.bin", 4001), 1.0), vocab_size=5000), 2)
     next(reading)
-    first, second = (child.pid for child in reading._children)
+    first, second = (child.pid for child in multiprocessing.active_children())
     left = os.pidfd_open(second)
     os.kill(first, signal.SIGKILL)
     with pytest.raises(ResourceError) as error:
@@ -164,7 +164,7 @@ def test_a_killed_loader_process_ends_the_others(tmp_path: Path) -> None:
 def _read_and_die(folder: Path, outbox: Connection) -> None:
     reading = loader(samples((count_up(folder / "a.bin", 4001), 1.0), vocab_size=5000), 2)
     next(reading)
-    outbox.send([child.pid for child in reading._children])
+    outbox.send([child.pid for child in multiprocessing.active_children()])
     os.kill(os.getpid(), signal.SIGKILL)
 
 

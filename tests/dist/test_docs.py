@@ -103,7 +103,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "my_plugins").mkdir()
     (plugin,) = re.findall(r"```python\n([^`]*class .*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "signum.py").write_text(plugin)
-    complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
+    complete = r"`(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
     for text in (page.read_text() for page in PAGES):
         for name, code in re.findall(complete, text, re.S):
             (place / name).write_text(code)
@@ -145,7 +145,7 @@ def _done(run: str, place: Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_new_plugin_is_shown_as_it_is_written(page: Path) -> None:
-    written = r"`titan plugins new (\w+) --kind (\w+)` writes [^`]*`\w+\.py`[^`]*```python\n(.*?)```"
+    written = r"`titan plugins new (\w+) --kind (\w+)`[^`]*`\w+\.py`[^`]*```python\n(.*?)```"
     shown = re.findall(written, page.read_text(), re.S)
     assert len(shown) == (page.stem in ("plugins", "plugin_model", "plugin_technique"))
     for name, kind, code in shown:

@@ -82,11 +82,15 @@ def test_ranks_that_would_draw_differently_take_the_first_ones_token(
 
 
 def _texts_of_a_rank_apart(checkpoint: str) -> list[list[int]]:
+    import torch
+
     from titan.inference import generation
 
     if os.environ["RANK"] == "1":
-        draw = generation._draw
-        generation._draw = lambda *args: [(token + 1) % 256 for token in draw(*args)]  # type: ignore[union-attr]
+        draw, argmax = generation.Text.draw, torch.Tensor.argmax
+        generation.Text.draw = lambda self, row: (draw(self, row) + 1) % 256  # type: ignore[method-assign]
+        # Of logits; along dimension 1, positions are looked up.
+        torch.Tensor.argmax = lambda self, dim: (argmax(self, dim) + (dim == -1)) % 256  # type: ignore
     return _texts(checkpoint, [])
 
 

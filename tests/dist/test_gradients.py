@@ -149,10 +149,10 @@ def test_a_technique_may_give_values_to_buffers_that_it_registers_later() -> Non
         module = model.build()
     alone = SimpleNamespace(layout=Layout((), {}))
     context: Any = SimpleNamespace(spec=late, job=SimpleNamespace(model=model), mesh=alone)
-    phases._check_names(module, context)
+    phases.check_names(module, context)
     context.job.model = SimpleNamespace(spec=lambda: late)
     with pytest.raises(PluginError, match=r"match nothing in the model: layers\.\*\.late"):
-        phases._check_names(module, context)
+        phases.check_names(module, context)
 
 
 class Forgetful(Technique):

@@ -281,14 +281,14 @@ def test_a_lost_node_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_train", lambda words: 40 + len(words))
+    monkeypatch.setattr("titan.train.main", lambda words: 40 + len(words))
     monkeypatch.setattr(os, "environ", {"NPROC": "1"})
     assert launch.main(["--config", "x"]) == 42
 
 
 def test_a_task_of_srun_becomes_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
-    monkeypatch.setattr(launch, "_train", lambda words: int(env["RANK"]))
+    monkeypatch.setattr("titan.train.main", lambda words: int(env["RANK"]))
     monkeypatch.setattr(os, "environ", env)
     assert launch.main([]) == 1
     assert env["WORLD_SIZE"] == "2"

@@ -20,7 +20,7 @@ from titan.contracts import ModelPart
 from titan.contracts.base.layout import Axis, lay_out
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError
-from titan.plugins.parallel.local_steps import BLOCK, LocalSteps, _decoded, _encoded
+from titan.plugins.parallel.local_steps import BLOCK, LocalSteps, decoded, encoded
 from titan.testing.jobs import (
     LOSS_RTOL,
     WEIGHT_ATOL,
@@ -155,11 +155,11 @@ def test_numbers_come_back_to_half_a_step(form: str) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 2 * BLOCK, generator=generator) * torch.tensor([1e-6, 1.0, 1e6])[:, None]
     rows[1, :BLOCK] = 0
-    sent = _encoded(rows, form)
+    sent = encoded(rows, form)
     assert sent.nbytes == {"fp32": rows.nbytes, "int8": 6 * (BLOCK + 4), "int4": 6 * (BLOCK // 2 + 4)}[form]
     steps = {"fp32": torch.inf, "int8": 127, "int4": 7}[form]
     blocks = rows.unflatten(1, (2, BLOCK))
-    off = (_decoded(sent, form).unflatten(1, (2, BLOCK)) - blocks).abs()
+    off = (decoded(sent, form).unflatten(1, (2, BLOCK)) - blocks).abs()
     assert (off <= blocks.abs().amax(-1, keepdim=True) * (0.5001 / steps)).all()
     assert (form == "fp32") == bool((off == 0).all())
 

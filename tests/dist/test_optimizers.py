@@ -1,7 +1,7 @@
 """AdamW, Muon, Lion, schedule-free, Adafactor, groups: one curve at any layout, resumes, skipped updates, learning."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.jobs import LLAMA, MOE, SAVING, mesh
 from tests.sweeps import sweep_but, swept_case
 from titan.contracts import NamedParameter
 from titan.plugins.optimizers.adamw import AdamW, Config
+from titan.plugins.optimizers.muon import dealing
 from titan.testing import make_plugin
 from titan.testing.jobs import assert_same_curve, saved_tensors, train_job, whole
 from titan.testing.ranks import RankError, run_ranks
@@ -87,17 +88,16 @@ def _computed() -> list[torch.Size]:
     stack = distribute_tensor(torch.ones(6, 4, 4), mesh, [Shard(0), Shard(0)])
     named.append(NamedParameter("stack", nn.Parameter(stack), "matrix", True))
     matrices, shapes = make_plugin("muon", kind="optimizer").build(named), []
-    inner: Any = matrices.optimizers[0]
-    plain = inner._orthogonal
+    gather = dealing.Batch.gather
 
-    def noted(matrix: Tensor) -> Tensor:
-        shapes.append(matrix.shape)
-        return plain(matrix)
+    def noted(self: dealing.Batch, shards: Sequence[Tensor]) -> dict[int, Tensor]:
+        wholes = gather(self, shards)
+        shapes.extend(whole.shape for whole in wholes.values())
+        return wholes
 
-    inner._orthogonal = noted
+    dealing.Batch.gather = noted  # type: ignore[method-assign]
     matrices.step()
-    for batch in inner._batches:
-        batch._places = batch._shape = None  # who sends what to whom is found once
+    DeviceMesh.size = None  # type: ignore[assignment,method-assign]  # who sends what to whom is found once
     matrices.step()
     return shapes
 

@@ -67,16 +67,16 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
 
 TRAINS = """\
 import os, signal, sys
-from titan import launch
+from titan import launch, train as training
 from titan.ranks.meeting import signals
 
 life = os.environ.get("SLURM_RESTART_COUNT", "0")
 
-def train(words):
+def main(words):
     with signals.listening():
         return {train}
 
-launch._train = train
+training.main = main
 sys.exit(launch.main([]))
 """
 

@@ -25,7 +25,7 @@ from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.models.neox import Neox, NeoxConfig
 from titan.plugins.models.olmo2 import Olmo2, Olmo2Config
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
-from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
+from titan.plugins.parallel.tensor import TensorConfig, TensorParallel, reduced
 from titan.testing.ranks import RankError, run_ranks
 
 # 251 words and 90 hidden units come out even over neither 2 nor 4 ranks, or only over 2.
@@ -325,10 +325,8 @@ def _summands() -> list[Tensor]:
 
 def _summed() -> Tensor:
     """Partial gradients in bf16 of a thousand numbers on 4 ranks, added up."""
-    technique = TensorParallel(TensorConfig())
-    technique._group = dist.group.WORLD
     own = _summands()[dist.get_rank()]
-    (sums,) = technique._reduced({"w": own}, dist.ReduceOp.SUM)
+    (sums,) = reduced({"w": own}, dist.group.WORLD, dist.ReduceOp.SUM)
     torch._foreach_copy_([own], sums)
     return own
 

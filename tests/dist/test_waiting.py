@@ -81,10 +81,15 @@ class SilentFrom(Silent):
 
 def _trains_until_data_stop(folder: Path) -> tuple[str, int, bool]:
     loader.PATIENCE_S = 0.1
+    made = data.Loader
+
+    def silent(samples: Any, **more: Any) -> loader.Loader:
+        return made(SilentFrom(samples, 3 * more["global_batch"], os.getpid()), **more)
+
+    data.Loader = silent  # type: ignore[assignment,misc]
     with signals.listening():
         job_ = load_job(LLAMA, _words(folder)[2:], 1)
         run = build.build(job_, process.join(job_))
-        run.loader._samples = SilentFrom(run.loader._samples, 3 * job_.train.global_batch_size, os.getpid())
         asked = trainer.train(run)
     return asked, run.step, step_folder(job_.folder / "checkpoints", 3).is_dir()
 

@@ -1,7 +1,9 @@
 """What the planner counts for the accumulation of gradients, against the operations of a dry run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tests.planned import CLUSTER, job_of
 from titan.contracts import Job, locals_of
 from titan.packages import torch_release
 from titan.planner.dryrun import dry_run
+from titan.planner.dryrun.meta_tensors import MetaTensorMode
 from titan.planner.dryrun.watch import Watch
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
@@ -34,20 +37,26 @@ SLOW = replace(
 
 def added_bytes(words: Sequence[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that a dry run reads and writes where it adds gradients of parameters to a sum, or casts them to one."""
-    add, cast, look, moved = torch.ops.aten.add_, torch.ops.aten._to_copy, Watch._look, 0
+    add, cast, watching, moved = torch.ops.aten.add_, torch.ops.aten._to_copy, Watch.watching, 0
 
-    def counting(self: Watch, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+    @contextmanager
+    def counting(self: Watch, mode: MetaTensorMode) -> Iterator[None]:
+        with watching(self, mode):
+            mode.look = partial(count, self, mode.look)
+            yield
+
+    def count(self: Watch, look: Any, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         nonlocal moved
-        look(self, function, args, kwargs, out)
+        look(function, args, kwargs, out)
         packet = function._overloadpacket
         # A backward of the weights alone runs outside of autograd, in the phase before it; an optimizer adds, too.
         if packet in (add, cast) and self.position.now().phase not in ("start", "update"):
-            shapes = {local.shape for parameter in self._computing.values() for local in locals_of(parameter)}
+            shapes = {local.shape for parameter in self.computing.values() for local in locals_of(parameter)}
             # What is cast to a narrower type is a parameter.
             if args[0].shape in shapes and out.nbytes >= args[0].nbytes:
                 moved += sum(tensor.nbytes for tensor in (*args[: 1 + (packet is add)], out))
 
-    monkeypatch.setattr(Watch, "_look", counting)
+    monkeypatch.setattr(Watch, "watching", counting)
     dry_run(job_of(*words), rank)
     return moved
 

@@ -16,7 +16,7 @@ from titan.config import Job, load_job, load_table
 from titan.errors import ConfigError, PluginError
 from titan.inference.cache import Cache
 from titan.layers.attention import AttentionCore, attention_cost
-from titan.training.phases import _check_names
+from titan.training.phases import check_names
 
 
 class _Own(AttentionCore):
@@ -150,7 +150,7 @@ def _check_built(job: Job, **changes: Any) -> None:
     with torch.device("meta"):
         model = job.model.build()
     context: Any = SimpleNamespace(spec=replace(job.spec, **changes), job=job, mesh=SimpleNamespace(layout=job.layout))
-    _check_names(model, context)
+    check_names(model, context)
 
 
 def test_the_spec_names_all_attention_and_nothing_else() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_document_by_document_is_attention_with_a_mask(options: dict[str, Any], 
 def test_a_long_document_is_cut_into_pieces_that_see_their_window(
     packed: bool, window: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_document, "_QUERIES", queries)
+    monkeypatch.setattr(by_document, "QUERIES", queries)
     core, documents, inputs = AttentionCore(window=window), DOCUMENTS if packed else None, _inputs(2)
     found = _with_gradients(partial(by_document.attend_by_document, core), inputs, documents)
     _assert_near(found, _with_gradients(core, inputs, documents))
@@ -89,7 +90,7 @@ def test_a_window_makes_nothing_of_the_square_of_a_document() -> None:
     pieces = list(by_document.runs_of(torch.zeros(1, length, dtype=torch.long)).pieces(length, window))
     sizes = [(at.stop - at.start, keys.stop - keys.start) for _, at, keys in pieces]
     assert sum(rows for rows, _ in sizes) == length and max(sizes) == (256, 355)
-    masks = by_document._Window(window, torch.empty(0))
+    masks = by_document.Window(window, torch.empty(0))
     stored = {mask.untyped_storage().nbytes() for _, at, keys in pieces if (mask := masks.of(at, keys)) is not None}
     assert stored == {4 * 256 * 355}
 
@@ -97,7 +98,7 @@ def test_a_window_makes_nothing_of_the_square_of_a_document() -> None:
 # As in test_cpu_attention.py.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operation_is_what_pytorch_asks_of_one() -> None:
-    torch.library.opcheck(by_document._by_document, (*_inputs(2), DOCUMENTS, 3, 0.5))
+    torch.library.opcheck(torch.ops.titan.attention_by_document, (*_inputs(2), DOCUMENTS, 3, 0.5))
 
 
 def test_documents_that_the_loader_has_copied_are_not_read_back() -> None:
@@ -118,9 +119,18 @@ def test_documents_are_read_once_and_forgotten_with_them() -> None:
     assert runs.longest == 13
     slices = [(0, slice(6, 13)), (1, slice(0, 13)), (2, slice(0, 12))]
     assert list(runs.pieces(13, 0))[2:5] == [(row, at, at) for row, at in slices]
-    kept = len(by_document._held)
-    del documents
-    assert len(by_document._held) == kept - 1
+    ends = weakref.ref(runs.ends)
+    del documents, runs
+    assert ends() is None
+
+
+def _compile_by(compile_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a compiler in the place of PyTorch's, for functions of flex that nothing has compiled before."""
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    for name in ("flex_attention", "create_block_mask"):
+        function = getattr(flex_attention, name)
+        monkeypatch.setattr(flex, name, lambda *args, f=function, **options: f(*args, **options))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
@@ -131,15 +141,15 @@ def test_flex_applies_what_a_core_has(
     options: dict[str, Any], kv_heads: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uncompiled, as PyTorch defines it: the same functions of scores and masks are compiled on a GPU."""
-    monkeypatch.setattr(flex, "_compiled", lambda function: function)
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    compile_ = torch.compile
+    _compile_by(lambda function: function, monkeypatch)
     core, documents = AttentionCore(**options), DOCUMENTS if packed else None
     inputs, positions = [t.detach() for t in _inputs(kv_heads)], torch.arange(13).expand(3, -1)
     whole = core(*inputs, positions, documents)
     torch.testing.assert_close(flex.attend_flex(core, *inputs, positions, documents), whole)
     if packed and kv_heads == 2:  # within a compiled block
         torch.compiler.reset()
-        compiled = torch.compile(partial(flex.attend_flex, core), backend="aot_eager", fullgraph=True)
+        compiled = compile_(partial(flex.attend_flex, core), backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(*inputs, positions, documents), whole)
     # As on the second of two ranks that share the heads.
     core.first_head = 2
@@ -158,13 +168,11 @@ def test_flex_stays_compiled_where_a_validation_runs_blocks_eagerly(monkeypatch:
 
         return call
 
-    monkeypatch.setattr(flex, "_compiled", compiled)
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    _compile_by(compiled, monkeypatch)
     core = AttentionCore(soft_cap=5.0)
     inputs, positions = [t.detach() for t in _inputs(4)], torch.arange(13).expand(3, -1)
-    flex._masks.clear()
     with evaluating([]):
-        flex.attend_flex(core, *inputs, positions, DOCUMENTS)
+        flex.attend_flex(core, *inputs, positions, DOCUMENTS.clone())  # of which there is no mask yet
     assert stances == ["default", "default"], "of the mask, and of the kernel"
 
 

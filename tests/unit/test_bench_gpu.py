@@ -164,7 +164,7 @@ def test_a_fault_or_a_kill_ends_one_measurement_and_a_second_start_takes_only_wh
     planted.append(_measurement("too long", good, seconds=1e9))
     monkeypatch.setattr(command, "MEASUREMENTS", planted)
     monkeypatch.setattr(command.reference, "make", lambda _: None)
-    monkeypatch.setattr(command, "_machine", lambda _: {"device": "cuda", "torch": "2", "commit": "abc"})
+    monkeypatch.setattr(command.results, "about", lambda: {"device": "cuda", "torch": "2", "commit": "abc"})
     words = ["--results", str(tmp_path / "gpu.jsonl"), "--scratch", str(tmp_path), "--seconds", "60"]
     for _ in range(2):
         assert command.main(words) == 1

@@ -18,7 +18,7 @@ from titan.config import load_job
 from titan.contracts.base.cost import Costs
 from titan.packages import torch_release
 from titan.planner.machine import cluster
-from titan.planner.search.best_first import _Search
+from titan.planner.search.best_first import Search
 from titan.planner.search.space import Base, load_base
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
@@ -36,7 +36,7 @@ HOLDS_MORE = torch_release() < (2, 15)
 
 def faster(base: Base, planner: Planner, ranks: int, limit_s: float) -> list[str]:
     """Layouts with a step below the limit, if there are any."""
-    run = _Search(base.job, planner, 1, "time")
+    run = Search(base.job, planner, 1, "time")
     run.values = [limit_s]  # as if such a layout were found: whatever cannot be faster is pruned
     space = base.space(ranks, planner.cluster.ranks_per_node)
     best = run.through(sorted(run.groups([space]), key=itemgetter(0))).best
@@ -59,9 +59,9 @@ def test_each_fits_and_says_what_is_predicted(path: Path) -> None:
 def test_the_published_layout_of_bloom_is_planned_as_its_file_says() -> None:
     job = load_job(BLOOM)
     found = Planner(cluster.load("a100-80gb-omnipath")).predict(costs_of(job), job.layout)
-    below = f"{100 * (1 - found.step_time_s / 105.2):.1f} % below the published time"
-    rest = f"MFU {100 * found.mfu:.1f} % and a peak of {found.peak_gib:.1f}"
-    assert f"{found.step_time_s:.2f} s per step, {below}, {rest}" in BLOOM.read_text()
+    below, used = f"{100 * (1 - found.step_time_s / 105.2):.1f} %", f"{100 * found.mfu:.1f} %"
+    text = BLOOM.read_text()
+    assert all(each in text for each in (f"{found.step_time_s:.2f} s", below, used, f"{found.peak_gib:.1f} GiB"))
 
 
 def test_what_the_framework_of_bloom_does_otherwise_takes_as_long_as_its_file_says() -> None:
@@ -81,10 +81,10 @@ def test_what_the_framework_of_bloom_does_otherwise_takes_as_long_as_its_file_sa
     steps = [seconds(each) for each in (costs, whole, sliced, reduced, theirs)]
     longer = [f"{after - before:+.2f} s" for before, after in pairwise(steps)]
     text = BLOOM.read_text().replace("\n# ", " ")
-    said = f"predicted at {steps[-1]:.2f} s, {100 * (1 - steps[-1] / 105.22):.1f} % below:"
-    assert re.findall(r"[+-]\d\.\d\d s", text) == longer and said in text
+    assert re.findall(r"[+-]\d\.\d\d s", text) == longer
     fast = Planner(cluster.load("a100-80gb")).predict(costs, job.layout).step_time_s
-    assert f"On InfiniBand (a100-80gb) titan's step takes {fast:.2f} s." in text
+    below = f"{100 * (1 - steps[-1] / 105.22):.1f} %"
+    assert all(each in text for each in (f"{steps[-1]:.2f} s", below, f"{fast:.2f} s"))
     page = (ROOT / "docs" / "validation.md").read_text()
     assert all(f"{each:.2f} s" in page for each in (steps[0], steps[-1], steps[1] - steps[0], steps[3] - steps[2]))
 

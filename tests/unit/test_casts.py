@@ -71,7 +71,7 @@ def tied_or_not(request: pytest.FixtureRequest, model: Model) -> Iterator[Model]
 
 
 def test_gradients_are_those_of_a_cast_model(tied_or_not: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "_PIECE", 24)  # three rows of the table, so that the last piece is shorter
+    monkeypatch.setattr(casts, "PIECE", 24)  # three rows of the table, so that the last piece is shorter
     model, gradients, parameters = tied_or_not, expected(tied_or_not), dict(tied_or_not.named_parameters())
     casting = cast(model)
     loss_of(model(IDS)).backward()  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ import torch
 
 from bench import mutations
 from tests.checkpoints import flip, names_in
+from titan.checkpoint import Checkpointer
 from titan.checkpoint.disk.folder import step_folder, tidy
 from titan.checkpoint.disk.manifest import INDEX, data_file
 from titan.errors import CheckpointError
@@ -75,8 +76,8 @@ def test_verify(folder: Path, say: Say) -> None:
 
 
 def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(folder: Path, say: Say) -> None:
-    saver, path = mutations.checkpointer(folder), step_folder(folder, 50)
-    saver._copies = {"ranks": b"abc", "two words.json": b"{}"}
+    copies, path = {"ranks": b"abc", "two words.json": b"{}"}, step_folder(folder, 50)
+    saver = Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1, copies=copies)
     tokenizer = {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
     saver.save(50, *mutations.build(), {"config": {}, "tokenizer": tokenizer})
     assert (path / "tokenizer" / "ranks").read_bytes() == b"abc" and stored_tokenizer(path) == tokenizer

@@ -20,7 +20,7 @@ from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import TECHNIQUES, FileEntry, data_file
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.restore import Saved
-from titan.checkpoint.state import Aside, Snapshot
+from titan.checkpoint.state import Aside, Snapshot, Staging
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, CheckpointError, FolderError, UnreadableError
 
 
@@ -208,16 +208,16 @@ def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
 
 def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, (parts, optimizer) = checkpointer_of(tmp_path, asynchronous=True), made()
-    before, copy = copied(parts, optimizer), checkpointer._staging.copy
+    before, copy = copied(parts, optimizer), Staging.copy
 
-    def late(snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
-        staged, _ = copy(snapshot)
+    def late(self: Staging, snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
+        staged, _ = copy(self, snapshot)
         weight = staged.local["model.out.weight"]
         whole = weight.clone()
         weight.zero_()
         return staged, lambda: weight.copy_(whole)
 
-    monkeypatch.setattr(checkpointer._staging, "copy", late)
+    monkeypatch.setattr(Staging, "copy", late)
     checkpointer.save(1, parts, optimizer, {})
     checkpointer.load(tmp_path / "step-00000001", parts, optimizer)
     assert_same(copied(parts, optimizer), before)

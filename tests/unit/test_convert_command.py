@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from tests.checkpoints import names_in, raising
 from tests.huggingface import convert, converting, loaded, plugin, write
 from titan import cli
-from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError
 from titan.inference.load_model import open_job
 from titan.weights import hf_folder
@@ -107,9 +106,8 @@ class Mine(Llama):
 
 
 def test_a_plugin_from_outside_reads_its_folders(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
     assert cli.main(converting(folder, tmp_path / "kept", "titan")) == 2

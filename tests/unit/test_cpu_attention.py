@@ -195,7 +195,7 @@ def test_the_same_bits_with_any_number_of_threads_and_in_every_run(
     for threads, address in ((1, None), (3, None), (16, None), (5, 0)):  # 0: threads that the kernel starts itself
         with monkeypatch.context() as patch:
             if address is not None:
-                patch.setattr(cpu_kernel, "_parallel", lambda: 0)
+                patch.setattr(cpu_kernel, "gomp_parallel", lambda: 0)
             torch.set_num_threads(threads)
             try:
                 again = _by_kernel(shape, tensors, documents)
@@ -240,7 +240,7 @@ q = torch.randn(2, 4, 64, 32, dtype=torch.bfloat16)
 torch.set_num_threads(1)
 expected = cpu_kernel.cpu_attention(q, q, q)
 torch.set_num_threads(4)
-cpu_kernel._parallel = lambda: 0
+cpu_kernel.gomp_parallel = lambda: 0
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))  # less than a thread's stack
 assert torch.equal(cpu_kernel.cpu_attention(q, q, q), expected)

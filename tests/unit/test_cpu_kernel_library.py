@@ -32,7 +32,7 @@ def test_why_not(device: str, dtype: torch.dtype, width: int, said: str) -> None
 
 
 WIDE = {"fma", "avx2", "avx512f"}
-BF16 = {*WIDE, *cpu_kernel._FEATURES[torch.bfloat16]}
+BF16 = {*WIDE, *cpu_kernel.FEATURES[torch.bfloat16]}
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,15 @@ def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(
     flags: set[str], vendor: str, family: str, outdone: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = {"flags": " ".join(flags), "vendor_id": vendor, "cpu family": family}
-    monkeypatch.setattr(cpu_kernel, "_core", lambda: core)
+    monkeypatch.setattr(cpu_kernel, "first_core", lambda: core)
     assert [dtype for dtype in (torch.float32, torch.bfloat16) if cpu_kernel.outdone(dtype)] == outdone
     assert all("256 bits in float32" in cpu_kernel.outdone(dtype) for dtype in outdone)
 
 
 def test_an_instruction_is_not_another_that_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernel, "_core", lambda: {"flags": "fma4 avx2 avx512_fp16"})
-    assert cpu_kernel._lacking(("fma", "avx2", "avx512_fp1")) == ["fma", "avx512_fp1"]
+    monkeypatch.setattr(cpu_kernel, "first_core", lambda: {"flags": "fma4 avx2 avx512_fp16"})
+    monkeypatch.setattr(cpu_kernel, "FEATURES", {torch.float32: ("fma", "avx2", "avx512_fp1")})
+    assert cpu_kernel.kernel_library.__wrapped__(torch.float32) == "this CPU lacks fma, avx512_fp1"
 
 
 def test_a_cpu_that_linux_does_not_describe_lacks_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,27 +67,20 @@ def test_a_cpu_that_linux_does_not_describe_lacks_everything(monkeypatch: pytest
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", absent)
-    assert cpu_kernel._core.__wrapped__() == {}
-    monkeypatch.setattr(cpu_kernel, "_core", dict)
-    assert "this CPU lacks fma, avx2" in cpu_kernel._library.__wrapped__(torch.float32)
+    assert cpu_kernel.first_core.__wrapped__() == {}
+    monkeypatch.setattr(cpu_kernel, "first_core", dict)
+    assert "this CPU lacks fma, avx2" in cpu_kernel.kernel_library.__wrapped__(torch.float32)
 
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, on a CPU that is said to have all; what the process had loaded is back at the end."""
-    loaded = {dtype: cpu_kernel._library(dtype) for dtype in cpu_kernel._FEATURES}
+    """An empty cache, on a CPU that is said to have all; what the process had loaded is opened again when asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cpu_kernel, "_FEATURES", dict.fromkeys(loaded, ()))
-    cpu_kernel._library.cache_clear()
+    monkeypatch.setattr(cpu_kernel, "FEATURES", dict.fromkeys(cpu_kernel.FEATURES, ()))
+    cpu_kernel.kernel_library.cache_clear()
     yield tmp_path / "cache" / "titan" / "kernels"
-    cpu_kernel._library.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_kernel, "_lacking", lambda _: [])
-        for dtype, library in loaded.items():
-            patch.setattr(cpu_kernel, "_compiler", lambda: [])
-            patch.setattr(cpu_kernel, "_opened", lambda *_, found=library: found)
-            cpu_kernel._library(dtype)
+    cpu_kernel.kernel_library.cache_clear()
 
 
 def _why() -> str:
@@ -94,7 +88,7 @@ def _why() -> str:
 
 
 def _why_anew() -> str:
-    cpu_kernel._library.cache_clear()
+    cpu_kernel.kernel_library.cache_clear()
     return _why()
 
 
@@ -106,7 +100,7 @@ def _script(path: Path, text: str) -> str:
 
 def test_without_the_instructions(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = {torch.bfloat16: ("avx512f_of_tomorrow",), torch.float32: ("avx3", "avx1024")}
-    monkeypatch.setattr(cpu_kernel, "_FEATURES", lacking)
+    monkeypatch.setattr(cpu_kernel, "FEATURES", lacking)
     assert _why() == "this CPU lacks avx3, avx1024"  # of the kernel that needs less
     q = torch.zeros(1, 1, 8, 32, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="this CPU lacks"):
@@ -135,7 +129,7 @@ def test_with_a_compiler_that_makes_no_library_or_hangs(
     odd = _script(tmp_path / "c++", 'while test $# -gt 1; do test "$1" = -o && echo x > "$2"; shift; done')
     monkeypatch.setenv("CXX", odd)
     assert "the kernel cannot be loaded" in _why()
-    monkeypatch.setattr(cpu_kernel, "_COMPILER_SECONDS", 0.1)
+    monkeypatch.setattr(cpu_kernel, "COMPILER_LIMIT_S", 0.1)
     monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exec sleep 60"))
     assert "took more than 0.1 s to compile the kernel" in _why_anew()
 
@@ -148,22 +142,16 @@ def test_with_a_cache_that_cannot_be_written(anew: Path, monkeypatch: pytest.Mon
     assert _why().endswith("; set XDG_CACHE_HOME")
 
 
-def test_the_cache_is_in_the_home_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    for named, folder in (("/scratch", "/scratch"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
-        monkeypatch.setenv("XDG_CACHE_HOME", named)
-        assert cpu_kernel._cache() == Path(folder, "titan", "kernels")
-
-
 @pytest.fixture
 def compiler(anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """A compiler in the place of the machine's, of what it would make; says how often it has compiled."""
-    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    real = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if real is None:
         pytest.skip("no C++ compiler")
     small, calls = tmp_path / "made.so", tmp_path / "calls"
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int titan_attention_forward(const void*) { return 1; }')
-    subprocess.run([*cpu_kernel._compiler(), "-shared", "-fPIC", "-o", small, source], check=True)
+    subprocess.run([real, "-shared", "-fPIC", "-o", small, source], check=True)
     calls.write_text("")
     copy = f'while test $# -gt 1; do test "$1" = -o && cp {small} "$2"; shift; done'
     text = f'test "$1" = --version && exit 0\necho compiled >> {calls}\nsleep 0.2\n{copy}'
@@ -175,6 +163,20 @@ def test_compiled_once_and_kept(compiler: Callable[[], int], anew: Path) -> None
     assert [_why_anew() for _ in range(2)] == ["", ""]
     assert compiler() == 1
     assert [path.suffix for path in sorted(anew.iterdir())] == [".lock", ".so"]
+
+
+def test_the_cache_is_in_the_home_unless_the_environment_names_another(
+    compiler: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home, scratch = tmp_path / "me", tmp_path / "scratch"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    for named, folder in ((str(scratch), scratch), ("", home / ".cache"), ("relative", home / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+        assert _why_anew() == ""
+        [library] = tmp_path.rglob("attention-*.so")
+        assert library.parent == folder / "titan" / "kernels"
+        shutil.rmtree(folder)
 
 
 def test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user(
@@ -223,8 +225,8 @@ def test_another_source_is_another_library(
     assert _why() == ""
     names = ("cpu_kernel_bfloat16.cpp", "cpu_kernel.h")
     for name in names:
-        (tmp_path / name).write_bytes((cpu_kernel._FOLDER / name).read_bytes())
-    monkeypatch.setattr(cpu_kernel, "_FOLDER", tmp_path)
+        (tmp_path / name).write_bytes((cpu_kernel.SOURCES / name).read_bytes())
+    monkeypatch.setattr(cpu_kernel, "SOURCES", tmp_path)
     for made, name in enumerate(names, start=2):
         with (tmp_path / name).open("a") as source:
             source.write("// another\n")
@@ -233,8 +235,8 @@ def test_another_source_is_another_library(
 
 def test_of_those_that_ask_at_once_one_compiles(compiler: Callable[[], int], anew: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        opened = list(pool.map(lambda _: cpu_kernel._opened(cpu_kernel._build(torch.float32), anew), range(4)))
-    assert len(opened) == 4 and compiler() == 1
+        opened = list(pool.map(cpu_kernel.kernel_library.__wrapped__, [torch.float32] * 4))
+    assert not any(isinstance(library, str) for library in opened) and compiler() == 1
 
 
 def test_short_memory_is_said(compiler: Callable[[], int]) -> None:

@@ -100,7 +100,7 @@ def test_what_two_remember_at_once_stays(tmp_path: Path, monkeypatch: pytest.Mon
             target.write_text(others.pop())
 
     monkeypatch.setattr(os, "replace", late)
-    hashes._remember(memory, {"ours": "2"})
+    hashes.remember(memory, {"ours": "2"})
     assert json.loads(memory.read_bytes()) == {"ours": "2", "theirs": "1"}
 
 
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Pat
     ranks = tmp_path / "ranks"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
     plugins = lines(text), Bpe(Bpe.Config(path=str(ranks)))
-    recipe = tokenize._Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), plugins[1].fingerprint)
+    recipe = tokenize.Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), plugins[1].fingerprint)
     assert recipe.make()[1].vocab_size == 257
     with ranks.open("ab") as file:
         file.write(base64.b64encode(b"ab") + b" 256\n")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -170,15 +169,15 @@ def test_others_may_read_the_cache(text: Path, cache: Path, monkeypatch: pytest.
 
 
 def test_who_comes_second_takes_the_firsts_work(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = preparing._seal
+    sync = preparing.sync
 
-    def overtaken(partial: Path, *others: Any) -> None:
-        seal(partial, *others)
-        monkeypatch.setattr(preparing, "_seal", seal)
+    def overtaken(path: Path) -> None:
+        monkeypatch.setattr(preparing, "sync", sync)
         winner.extend(made(lines(text), cache))
+        sync(path)
 
     winner: list[Path] = []
-    monkeypatch.setattr(preparing, "_seal", overtaken)
+    monkeypatch.setattr(preparing, "sync", overtaken)  # the first is that of the index, before the renaming
     assert made(lines(text), cache) == winner != []
     assert not list(cache.glob(".partial*"))
 

@@ -231,11 +231,11 @@ def test_the_loader_leaves_the_random_state_alone(many: Samples) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_gpu_copies_batches_beside_what_it_computes() -> None:
+def test_a_gpu_copies_batches_beside_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of their own, which the computation waits for; their memory is the computation's then."""
     device, cuda = torch.device("cuda", 0), MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
     copies, copying, computing = Copies(device), cuda.Stream.return_value, cuda.current_stream.return_value
-    copies._module = cuda
     cuda.tokens.to.return_value, cuda.labels.to.return_value = columns = cuda.tokens, cuda.labels
     moved = {"device": device, "non_blocking": True}
     for _ in range(2):

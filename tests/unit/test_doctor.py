@@ -141,7 +141,7 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
     )
     mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: SimpleNamespace(group_name="0"), get_local_rank=lambda: 1)
     monkeypatch.setattr(collective_overhead, "init_device_mesh", lambda *shape, **names: {"node": mesh})
-    monkeypatch.setattr(collective_overhead, "_sharded", lambda mesh: None)
+    monkeypatch.setattr(collective_overhead, "fully_shard", lambda module, mesh: None)
     found = {reading.kind: reading for reading in collective_overhead.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
     assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
     assert all(reading.about == {"ranks": 2} for reading in found.values())

@@ -15,7 +15,7 @@ from titan.config import load_job
 from titan.data.tokens.bytepairs import read_ranks
 from titan.data.tokens.files import opened, read_text
 from titan.data.tokens.hashes import content_hashes
-from titan.data.tokens.prepare import INDEX, _complete
+from titan.data.tokens.prepare import INDEX, loss_in
 from titan.data.tokens.shards import open_shard
 from titan.errors import CheckpointError, ConfigError, DataError, ResourceError, TitanError, by_errno
 from titan.paths import refuse_lfs_pointer
@@ -70,7 +70,7 @@ def test_what_is_no_error_of_a_system_call_is_wrong_input() -> None:
         (open_shard, "a.bin", DataError),
         (read_ranks, "a.tiktoken", DataError),
         (lambda path: content_hashes([path], path.with_name("memory"), 1), "a.txt", DataError),
-        (lambda path: _complete(path.parent), INDEX, DataError),
+        (lambda path: loss_in(path.parent), INDEX, DataError),
         (lambda path: load_job(path, [], 1), "a.toml", ConfigError),
         (lambda path: cluster.load(str(path)), "a.toml", ConfigError),
     ],

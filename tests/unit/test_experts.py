@@ -14,7 +14,7 @@ from titan.errors import ConfigError, PluginError
 from titan.layers import experts as layers
 from titan.layers.experts import Experts, SideLoss, StackedLinear, gather_rows, inverse, stacked_product
 from titan.plugins.models.moe import MixtureOfExperts
-from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, _imbalance
+from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, imbalance_of
 
 COUNTS = torch.tensor([3, 0, 5, 0])
 UPDATED, SKIPPED = torch.tensor(True), torch.tensor(False)
@@ -49,9 +49,9 @@ def test_one_kernel_and_a_loop_agree(dtype: torch.dtype, monkeypatch: pytest.Mon
     linear = _drawn(StackedLinear(len(COUNTS), 16, 8)).to(dtype)
     rows = torch.randn(8, 16, dtype=dtype, requires_grad=True)
     found = []
-    assert not layers._has_kernel(rows), "on a CPU"
+    assert not layers.has_kernel(rows), "on a CPU"
     for has_kernel in (False, True):
-        monkeypatch.setattr(layers, "_has_kernel", lambda *tensors, has=has_kernel: has)
+        monkeypatch.setattr(layers, "has_kernel", lambda *tensors, has=has_kernel: has)
         rows.grad = linear.weight.grad = None
         result = linear(rows, COUNTS)
         result.float().square().sum().backward()
@@ -120,9 +120,9 @@ def test_a_side_loss_adds_its_share_of_a_gradient() -> None:
 def test_imbalance_is_one_where_tokens_are_spread_evenly_and_the_stack_where_one_expert_has_all() -> None:
     even = torch.arange(8).view(2, 4, 1) % 4
     uniform = torch.full((2, 4, 4), 0.25)
-    assert _imbalance(even, uniform) == 2  # of two sequences
+    assert imbalance_of(even, uniform) == 2  # of two sequences
     one = torch.tensor([1.0, 0, 0, 0]).expand(1, 8, 4)
-    assert _imbalance(torch.zeros(1, 8, 1, dtype=torch.int64), one) == 4
+    assert imbalance_of(torch.zeros(1, 8, 1, dtype=torch.int64), one) == 4
 
 
 def test_imbalance_of_padded_sequences_is_that_of_their_tokens() -> None:
@@ -136,7 +136,7 @@ def test_imbalance_of_padded_sequences_is_that_of_their_tokens() -> None:
             f = experts / (k * length) * sum(int((chosen[row, t] == e).sum()) for t in range(length))
             wanted += f * sum(float(shares[row, t, e]) for t in range(length)) / length
     real = torch.arange(8) < torch.tensor(lengths)[:, None]
-    torch.testing.assert_close(_imbalance(chosen, shares, real), torch.tensor(wanted))
+    torch.testing.assert_close(imbalance_of(chosen, shares, real), torch.tensor(wanted))
 
 
 @pytest.mark.parametrize(

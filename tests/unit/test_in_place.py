@@ -4,12 +4,14 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan.cli import main
 from titan.config import load_job
 from titan.errors import ConfigError
+from titan.planner.report import export_toml
 from titan.planner.report.export_toml import candidate, set_values, text_to_replace, write_layout
 from titan.planner.search import best_first
 
@@ -146,13 +148,13 @@ def test_a_file_edited_during_the_search_stays(
 
 
 def test_a_file_edited_during_the_writing_stays(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, edited = text_to_replace(job), JOB + "# new\n"
+    text, edited, editing = text_to_replace(job), JOB + "# new\n", export_toml.set_values
 
-    def edits(*_: object) -> str:
+    def edits(*args: Any) -> str:
         job.write_text(edited)
-        return text + "# ours\n"
+        return editing(*args)
 
-    monkeypatch.setattr("titan.planner.report.export_toml._edited", edits)
+    monkeypatch.setattr(export_toml, "set_values", edits)
     with pytest.raises(ConfigError, match="changed during the search"):
         write_layout(job, text, [], LAYOUT)
     assert job.read_text() == edited and folder_of(job) == ["job.toml"]

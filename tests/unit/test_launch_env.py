@@ -272,6 +272,6 @@ def test_the_only_rank_of_a_run_needs_no_meeting_point(monkeypatch: pytest.Monke
         process.enter(process.Rank(0, launched_world_size(), 0, torch.device("cpu")), 1.0)
         return launched_world_size()
 
-    monkeypatch.setattr(launch, "_train", train)
+    monkeypatch.setattr("titan.train.main", train)
     assert launch.main([]) == 1
     assert isinstance(stores[0], dist.HashStore)

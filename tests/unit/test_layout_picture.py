@@ -14,7 +14,7 @@ from titan.cli import main
 from titan.config import load_job
 from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.mesh import Mesh
-from titan.planner.dryrun.run import _alone_as
+from titan.planner.dryrun.run import alone_as
 from titan.planner.machine import cluster
 from titan.planner.picture.draw import MOST_CELLS, draw_layout, layout_picture
 from titan.planner.picture.holdings import exchanges, groups, holdings
@@ -165,7 +165,7 @@ def test_groups_are_those_of_the_mesh() -> None:
         "dp_shard x cp / ep": Among(("dp_shard", "cp"), ("ep",)),
     }
     for rank in (0, 6, 15):
-        with _alone_as(rank, layout.world_size):
+        with alone_as(rank, layout.world_size):
             mesh = Mesh(layout, torch.device("cpu"), rank)
             mesh.flat(("dp_shard", "cp"))
             members = {name: dist.get_process_group_ranks(group) for name, group in mesh.groups()}

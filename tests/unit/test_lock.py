@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -49,27 +49,37 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return words
 
 
-def taken(folder: Path, **holder: str) -> FolderLock:
+def taken(folder: Path) -> FolderLock:
     lock = FolderLock(folder)
-    lock._me |= holder
     lock.take()
     return lock
 
 
 def elsewhere(folder: Path) -> FolderLock:
-    """Taken by a process of another machine, whose host has the name of this one."""
-    return taken(folder, machine="another boot pid:[1]")
+    """Taken by a process of another machine, or of another pid namespace, whose host has the name of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "readlink", lambda path: "pid:[1]")
+        patch.setattr(locks.uuid, "getnode", lambda: 1)
+        lock = FolderLock(folder)
+    lock.take()
+    return lock
 
 
 def held(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "lock.json").read_text())
 
 
+def content(folder: Path, /, **holder: Any) -> bytes:
+    """What a process with these facts, else this one, would write as the lock of a folder that nobody holds."""
+    lock = taken(folder)
+    told = held(folder)
+    lock.release()
+    return json.dumps({**told, **holder}).encode() + b"\n"
+
+
 def left_by(folder: Path, /, **holder: Any) -> None:
     """A lock whose holder has not let go of it."""
-    lock = FolderLock(folder)
-    lock._me |= holder
-    assert lock._claim(lock._content())
+    (folder / "lock.json").write_bytes(content(folder, **holder))
 
 
 def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,29 +107,51 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeyp
     second.release()
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from titan.ranks.folder_lock import FolderLock
+
+FolderLock(Path(sys.argv[1])).take()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @linux
 def test_a_dead_process_is_taken_over_at_once(tmp_path: Path, told: list[str], slept: Slept) -> None:
     slept.append(lambda: pytest.fail("nobody is waited for"))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    started = locks._process(gone.pid)
+    gone = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path])
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
-    for pid, process in ((gone.pid, started), (os.getpid(), "1")):  # a zombie; a number that was given again
-        left_by(tmp_path, pid=pid, process=process)
+    left = (tmp_path / "lock.json").read_bytes()
+    # A zombie, and a number that was given again.
+    for dead in (left, json.dumps({**json.loads(left), "pid": os.getpid(), "process": "1"}).encode()):
+        (tmp_path / "lock.json").write_bytes(dead)
         lock = taken(tmp_path)
-        assert held(tmp_path)["token"] == lock._me["token"]
+        assert names_in(tmp_path) == ["lock.json"]
+        lock.check()
         lock.release()
     gone.wait()
-    left_by(tmp_path, pid=gone.pid, process=started)
+    (tmp_path / "lock.json").write_bytes(left)
     taken(tmp_path)
     assert len(told) == 3 and told[0].startswith(f"{tmp_path / 'lock.json'} was left by host ")
     assert told[0].endswith(", which has ended; taking the lock over") and f"pid {gone.pid}" in told[0]
 
 
 @linux
-def test_a_process_that_cannot_be_seen_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_seen_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: Slept
+) -> None:
+    """Where /proc shows only one's own: it has no files of another user's process."""
     left_by(tmp_path)
-    monkeypatch.setattr(locks, "_process", lambda pid: "")
-    assert locks._is_alive(held(tmp_path)) is None
+    read, hidden = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
+
+    def shown(path: Path, **options: Any) -> str:
+        return read(tmp_path / "absent" if path == hidden else path, **options)
+
+    monkeypatch.setattr(Path, "read_text", shown)
+    slept += [lambda: None] * 45
+    taken(tmp_path)
+    assert slept == []
 
 
 def test_one_elsewhere_that_counts_is_alive(tmp_path: Path, told: list[str], slept: Slept) -> None:
@@ -151,15 +183,19 @@ def test_a_lock_that_is_let_go_of_while_it_is_watched_is_taken(tmp_path: Path, s
 
 @linux
 @pytest.mark.parametrize("links", [False, True])
-def test_a_copy_of_a_live_run_is_free_at_once(links: bool, tmp_path: Path, told: list[str], slept: Slept) -> None:
+def test_a_copy_of_a_live_run_is_free_at_once(
+    links: bool, tmp_path: Path, told: list[str], slept: Slept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`cp -r`, and `cp -al`, whose lock is the very file of the original."""
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
     slept.append(lambda: pytest.fail("nobody is waited for"))
     first = taken(tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link if links else shutil.copy2)
-    copy = taken(tmp_path / "copy")
+    holder, copy = held(tmp_path / "run"), taken(tmp_path / "copy")
     assert told == [
-        f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, the folder of "
-        f"{locks._words(first._me)}; taking the lock over"
+        f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, the folder of host "
+        f"{holder['host']}, pid {os.getpid()}, started {holder['since']}; taking the lock over"
     ]
     for lock in (first, copy):
         lock.check()
@@ -185,9 +221,11 @@ def test_a_copy_whose_original_is_not_seen_is_watched(kept: bool, tmp_path: Path
 def test_a_probe_that_another_start_sweeps_tells_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
-    first, second = taken(tmp_path / "run"), FolderLock(tmp_path / "again")
+    first = taken(tmp_path / "run")
     (tmp_path / "again").symlink_to("run")
-    second._me["folder"] = str(tmp_path / "again")  # as where it is mounted twice
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "realpath", str)  # as where it is mounted twice
+        second = FolderLock(tmp_path / "again")
     monkeypatch.setattr(Path, "touch", lambda *_: None)
     slept += [lambda: None, first.check]
     with pytest.raises(FolderError, match="is in use by another run"):
@@ -207,22 +245,46 @@ def test_one_folder_by_two_names_is_in_use(tmp_path: Path) -> None:
         FolderLock(tmp_path).take()
 
 
-def test_of_two_takers_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def before_read(path: Path, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
+    """Act once, before a lock is read for the `number`-th time; yields how often it has been read until then."""
+    opened, reads = Path.open, [0]
+
+    def counting(self: Path, *mode: Any, **options: Any) -> Any:
+        if self == path and reads[0] < number:
+            reads[0] += 1
+            if reads[0] == number:
+                act()
+        return opened(self, *mode, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", counting)
+        yield reads
+
+
+READS = 1 + 3 + 1
+"""Of a lock that is taken over: when it is found, while it is watched for 3 s, and before it is set aside."""
+
+
+@pytest.mark.parametrize("number", range(1, READS + 1))
+def test_of_two_takers_one_takes_over(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "WATCH_S", 3.0)
     left_by(tmp_path, machine="gone")
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    judged = second._is_dead
-
-    def slow(found: bytes) -> bool:
-        dead = judged(found)
-        if dead:
-            first.take()
-        return dead
-
-    monkeypatch.setattr(second, "_is_dead", slow)
-    with pytest.raises(FolderError):
+    with before_read(tmp_path / "lock.json", number, first.take), pytest.raises(FolderError):
         second.take()
+    holder = held(tmp_path)["token"]
     first.check()
-    assert names_in(tmp_path) == ["lock.json"] and held(tmp_path)["token"] == first._me["token"]
+    assert names_in(tmp_path) == ["lock.json"] and held(tmp_path)["token"] == holder
+
+
+def test_a_lock_is_read_no_oftener_before_it_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the moments are all in which another one may come."""
+    monkeypatch.setattr(locks, "WATCH_S", 3.0)
+    left_by(tmp_path, machine="gone")
+    with before_read(tmp_path / "lock.json", 100, lambda: None) as reads:
+        taken(tmp_path)
+    assert reads == [READS]
 
 
 def test_of_many_takers_one_takes_over(tmp_path: Path) -> None:
@@ -263,34 +325,29 @@ def test_a_holder_that_was_taken_over_stops_and_leaves_its_successor_alone(
         suspended.check_known()
     monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("moved the lock of another"))
     suspended.release()
-    FolderLock(tmp_path)._set_aside(lambda content: False)
     successor.check()
 
 
-@pytest.mark.parametrize("moment", ["judged", "looked at again"])
+@pytest.mark.parametrize("number", range(1, READS + 2))
 def test_one_that_wakes_up_before_it_is_set_aside_stays(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
-    there, lock = elsewhere(tmp_path), FolderLock(tmp_path)
-    judged, rename, aside, alive = lock._is_dead, Path.rename, lock._set_aside, raising(FolderError("alive"))
+    """Before one of the reads, or after the last one, before it is renamed."""
+    there, rename = elsewhere(tmp_path), Path.rename
 
-    def slow(found: bytes) -> bool:
-        dead = judged(found)
-        if moment == "judged":
-            there.check()
-        return dead
+    def wake() -> None:
+        there.check()
+        slept.insert(0, there.check)  # and it counts on, where it is watched again
 
     def late(self: Path, target: Path) -> Path:
-        if moment != "judged" and self == lock.path:
-            there.check()
+        if number > READS and self == there.path and not slept:
+            wake()
         return rename(self, target)
 
-    monkeypatch.setattr(lock, "_is_dead", slow)
     monkeypatch.setattr(Path, "rename", late)
     monkeypatch.setattr(locks, "WATCH_S", 3.0)
-    monkeypatch.setattr(lock, "_set_aside", lambda meant: (aside(meant), monkeypatch.setattr(lock, "_is_dead", alive)))
-    with pytest.raises(FolderError, match="alive"):
-        lock.take()
+    with before_read(there.path, number, wake), pytest.raises(FolderError, match="is in use by another run"):
+        FolderLock(tmp_path).take()
     there.check()
     assert names_in(tmp_path) == ["lock.json"]
 
@@ -316,11 +373,12 @@ def test_one_that_was_suspended_does_not_come_back_after_its_successor(
 
 def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, told: list[str]) -> None:
     """A copy of somebody's, and leftovers: of a killed start, of one that lives, and one that cannot be removed."""
+    alive = content(tmp_path)
     left_by(tmp_path, pid=2**22 + 1)
     dead = (tmp_path / "lock.json").read_bytes()
     (tmp_path / "lock.json.bak").write_text("mine")
     (tmp_path / "lock.json.00000000").write_bytes(dead)
-    (tmp_path / "lock.json.00000001").write_bytes(FolderLock(tmp_path)._content())
+    (tmp_path / "lock.json.00000001").write_bytes(alive)
     (tmp_path / "lock.json.00000002").mkdir()
     (tmp_path / "lock.json.00000003").touch()
     lock = taken(tmp_path)
@@ -334,10 +392,11 @@ def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, tol
 
 def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
     lock = taken(tmp_path)
+    token = held(tmp_path)["token"]
     for lose in (Path.unlink, lambda path: path.write_bytes(b"")):
         lose(tmp_path / "lock.json")
         lock.check()
-        assert held(tmp_path)["token"] == lock._me["token"]
+        assert held(tmp_path)["token"] == token
 
 
 @pytest.mark.parametrize(
@@ -378,24 +437,41 @@ def test_an_answer_of_nfs_that_was_lost_is_no_refusal(tmp_path: Path, monkeypatc
     assert names_in(tmp_path) == ["lock.json"]
 
 
+@contextmanager
+def beats(counts: Callable[[], bool] = lambda: True) -> Iterator[Event]:
+    """Yields what is set when a count has been written, if it is one that counts."""
+    beaten, write = Event(), os.pwrite
+
+    def wrote(*what: Any) -> int:
+        counting, written = counts(), write(*what)
+        if counting:
+            beaten.set()
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", wrote)
+        yield beaten
+
+
 def test_a_count_that_fails_is_told_once_and_tried_again(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(locks, "BEAT_S", 0.01)
     lock = taken(tmp_path)
+    before = held(tmp_path)["count"]
     opened, failures = os.open, [OSError(errno.ESTALE, "Stale file handle")] * 3
-    beats = iter([False] * 4 + [True])  # whether it has ended
 
     def stale(path: Any, *flags: Any) -> int:
-        if failures:
+        if path == lock.path and failures:
             raise failures.pop()
         return opened(path, *flags)
 
     monkeypatch.setattr(os, "open", stale)
-    monkeypatch.setattr(lock._done, "wait", lambda _: next(beats))
-    before = held(tmp_path)["count"]
-    lock._beat()
-    assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; trying again every 1e+06 s"]
+    with beats(lambda: not failures) as beaten:
+        assert beaten.wait(30)
+    assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; trying again every 0.01 s"]
     assert held(tmp_path)["count"] > before
+    lock.release()
 
 
 def test_a_folder_is_held_though_its_count_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +486,8 @@ def test_a_folder_is_held_though_its_count_cannot_be_written(tmp_path: Path, mon
 
 def test_a_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "BEAT_S", 0.001)
-    lock, beaten = FolderLock(tmp_path), Event()
-    renew = lock._renew
-    monkeypatch.setattr(lock, "_renew", lambda: renew() or beaten.set())
-    lock.take()
-    assert beaten.wait(30)
+    with beats() as beaten:
+        lock = taken(tmp_path)
+        assert beaten.wait(30)
     lock.release()
     assert names_in(tmp_path) == []

@@ -65,7 +65,7 @@ for words in (37, 8192, 20_000):
     for dtype in (torch.float32, torch.bfloat16):
         found = []
         for programs in (1, 7, 33):
-            kernel._rows_at_once = lambda *_: programs
+            kernel.rows_at_once = lambda *_: programs
             found.append(compare("cpu", words, 0.01, dtype))
         assert all(torch.equal(x, y) for each in found[1:] for x, y in zip(found[0], each, strict=True))
 """
@@ -117,7 +117,7 @@ def test_rows_in_work_fit_into_the_cache(
 
     properties = SimpleNamespace(L2_cache_size=l2_mb << 20, multi_processor_count=sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert kernel._rows_at_once.__wrapped__(row_bytes, torch.device("cuda", 0)) == rows
+    assert kernel.rows_at_once.__wrapped__(row_bytes, torch.device("cuda", 0)) == rows
 
 
 @pytest.mark.gpu

@@ -269,11 +269,11 @@ def test_a_model_that_draws_takes_seeds_and_names_what_draws() -> None:
         module = model.build()
     some = replace(context, spec=replace(spec, draws=spec.draws[:1]))
     with pytest.raises(PluginError, match=r"layers\.0\.attn_dropout is a RandomModule that no glob of .*draws names"):
-        phases._check_names(module, some)
+        phases.check_names(module, some)
     with pytest.raises(PluginError, match=r"embed_dropout, .* has no argument `seeds`"):
-        phases._check_names(_Deaf(), context)
+        phases.check_names(_Deaf(), context)
     with pytest.raises(PluginError, match=r"norm is no RandomModule, so"):
-        phases._check_names(module, replace(context, spec=replace(spec, draws=(*spec.draws, "norm"))))
+        phases.check_names(module, replace(context, spec=replace(spec, draws=(*spec.draws, "norm"))))
 
 
 def test_what_dropout_costs() -> None:

@@ -23,7 +23,7 @@ from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama
 from titan.plugins.parallel.fsdp import FullyShardedDataParallel
 from titan.plugins.parallel.pipeline import PipelineConfig, PipelineParallel
-from titan.plugins.parallel.pipeline.stages import V_SHAPED, _balanced, carve, check_ends, cut, placement, takes
+from titan.plugins.parallel.pipeline.stages import V_SHAPED, balanced, carve, check_ends, cut, placement, takes
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -57,7 +57,7 @@ def test_the_cut_is_the_best_of_all() -> None:
             return round(max(sums), 9), round(sum(x * x for x in sums), 9)
 
         every = [(0, a, b, 7) for a in range(1, 6) for b in range(a + 1, 7)]
-        runs = _balanced(tuple(costs), 3)
+        runs = balanced(tuple(costs), 3)
         assert worth((*(run.start for run in runs), 7)) == min(worth(starts) for starts in every)
 
 

@@ -269,7 +269,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
             _dump_snapshot=lambda path: Path(path).touch(),
         )
         monkeypatch.setattr(recorder, "profile", lambda: profiler(done, trace, fails))
-        monkeypatch.setattr(recorder, "_allocator", lambda device: memory)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory=memory))
         monkeypatch.setattr(recorder, "around_each", lambda around: lambda: done.append("deaf"))
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append("synchronize"))
         layout, group = Layout(AXES, {axis.name: 1 for axis in AXES}), SimpleNamespace(group_name="1")

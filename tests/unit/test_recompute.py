@@ -23,7 +23,7 @@ from titan.cli import main
 from titan.config import load_job, without_effect
 from titan.contracts import Batch, Model, ModelPart
 from titan.contracts.base.cost import Attention, Recompute
-from titan.layers.attention import AttentionCore, _shared_mask, attend, attend_unfused, document_mask
+from titan.layers.attention import AttentionCore, attend, attend_unfused, document_mask, shared_mask
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base
@@ -117,9 +117,9 @@ def test_no_mask_outlives_the_documents_that_it_is_of() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
     core, positions, documents = AttentionCore(window=3), torch.arange(8)[None], torch.arange(8)[None] // 2
     core(q, k, v, positions, documents).sum().backward()
-    mask = weakref.ref(_shared_mask(positions, documents, 3, [], 8, torch.float32))
+    mask = weakref.ref(shared_mask(positions, documents, 3, [], 8, torch.float32))
     held = mask()
-    assert held is not None and held is _shared_mask(positions, documents, 3, [], 8, torch.float32)
+    assert held is not None and held is shared_mask(positions, documents, 3, [], 8, torch.float32)
     del held, documents
     assert mask() is None
     near = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril().triu(-2)

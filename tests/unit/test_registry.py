@@ -209,7 +209,7 @@ def install(tmp_path: Path, package: str, text: str, monkeypatch: pytest.MonkeyP
     (about / "entry_points.txt").write_text(f"[titan.plugins]\nmine = {package}\n")
     (tmp_path / f"{package}.py").write_text(text.replace("NAME", package))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_opened", registry._opened - {"titan.plugins:"})
+    monkeypatch.setattr(registry, "opened", registry.opened - {"titan.plugins:"})
 
 
 BROKEN = {

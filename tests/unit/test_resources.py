@@ -10,18 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
+from titan.config import load_job
 from titan.errors import EXIT_DONE
 from titan.machine import (
     ALLOCATOR,
     DESCRIPTORS,
     HOST_ALLOCATOR,
-    _cores_near,
+    cores_near,
     keep_freed_memory,
     let_segments_expand,
     on_this_device,
@@ -29,7 +29,6 @@ from titan.machine import (
     stay_near,
 )
 from titan.ranks import launcher, process
-from titan.ranks.folder_lock import FolderLock
 from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import RankProcesses
@@ -92,7 +91,8 @@ def test_segments_expand_on_nvidia_gpus_unless_the_user_has_set_the_allocator(
 
 def test_a_rank_on_a_gpu_sets_the_allocator_before_it_touches_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(process, "_device", lambda wanted, local: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(process, "let_segments_expand", lambda: calls.append("allocator"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(f"device {index}"))
     process.here("auto")
@@ -213,12 +213,12 @@ TWO_NODES = ["0-3,8-11", "4-7,12-15"]
 def test_cores_near_a_gpu_are_those_of_its_numa_node(
     nodes: list[str], gpu_node: int, allowed: range, near: set[int], tmp_path: Path
 ) -> None:
-    assert _cores_near(GPU, _machine(tmp_path, "0-15", nodes, gpu_node), set(allowed)) == near
+    assert cores_near(GPU, _machine(tmp_path, "0-15", nodes, gpu_node), set(allowed)) == near
 
 
 def test_a_gpu_without_a_place_is_near_to_nothing(tmp_path: Path) -> None:
-    assert _cores_near(SimpleNamespace(name="a GPU"), _machine(tmp_path, "0-15", TWO_NODES, 0), set(range(16))) == set()
-    assert _cores_near(GPU, tmp_path / "absent", set(range(16))) == set()
+    assert cores_near(SimpleNamespace(name="a GPU"), _machine(tmp_path, "0-15", TWO_NODES, 0), set(range(16))) == set()
+    assert cores_near(GPU, tmp_path / "absent", set(range(16))) == set()
 
 
 def _bound(folder: str) -> list[object]:
@@ -248,18 +248,18 @@ def test_a_rank_is_bound_with_all_its_threads(tmp_path: Path) -> None:
     assert run_ranks(_bound, 1, str(folder), init=False) == [[{core}, True, True, 1, set()]]
 
 
-def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_binds_its_ranks_once_the_data_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizing uses all cores of the node; memory that a rank allocates from then on is near its GPU."""
     order: list[str] = []
+    monkeypatch.setattr(build.log, "set_up", lambda rank, folder: None)
     monkeypatch.setattr(build, "open_data", lambda *_: order.append("data") or (None, None))
     monkeypatch.setattr(build, "identify_tokenizer", lambda *_: ({}, {}))
-    monkeypatch.setattr(build, "_check_tokenizer", lambda _: None)
     monkeypatch.setattr(build, "stay_near", lambda device: order.append(f"near {device}"))
     monkeypatch.setattr(build, "wire", Mock(side_effect=InterruptedError))
-    job: Any = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0))
+    job = load_job(None, ["--run.dir", str(tmp_path)], 1)
     rank = process.Rank(0, 1, 0, torch.device("cuda", 3))
     with pytest.raises(InterruptedError):
-        build._built(job, rank, FolderLock(Path()), None)
+        build.build(job, rank)
     assert order == ["data", "near cuda:3"]
 
 

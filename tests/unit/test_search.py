@@ -22,7 +22,7 @@ from titan.contracts.base.cost import Costs, Stage
 from titan.errors import ConfigError
 from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster, load
 from titan.planner.search import best_first
-from titan.planner.search.best_first import Objective, Result, _Search, search
+from titan.planner.search.best_first import Objective, Result, Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
 from titan.planner.step.predict import Planner, Prediction, UnscheduledStep, stage_loads
@@ -121,16 +121,16 @@ def test_the_best_are_the_best_where_ranks_share_processors() -> None:
     assert times(best_of(*words, cluster=shared)) == pytest.approx(values[:7], rel=1e-9)
 
 
-def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
+def bounds(run: Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
     """The bounds of a job, from the loosest: of its group, however it is cut, as it is cut, with its stages timed."""
     costs, planner = costs_of(job), run.planner
     alike, draft = planner.stage_costs(uncut(job), job.layout), planner.draft(costs, job.layout)
-    least, busy = run._least(alike)
+    least, busy = run.least_time(alike)
     return (
-        run._bound(alone, job.layout, job.micro_batch),
-        run._value(least, busy, job.layout),
-        run._value(alike.lower_bound_of(stage_loads(costs.stages, costs.recompute)), busy, job.layout),
-        run._value(draft.lower_bound_s, draft.busy_s, job.layout),
+        run.group_bound(alone, job.layout, job.micro_batch),
+        run.lower_bound(least, busy, job.layout),
+        run.lower_bound(alike.lower_bound_of(stage_loads(costs.stages, costs.recompute)), busy, job.layout),
+        run.lower_bound(draft.lower_bound_s, draft.busy_s, job.layout),
     )
 
 
@@ -139,7 +139,7 @@ def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
     links = tuple(replace(link, bandwidth_gb_s=1e9) for link in CLUSTER.links)
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
-    run, costs = _Search(job, planner, 1, "time"), costs_of(job)
+    run, costs = Search(job, planner, 1, "time"), costs_of(job)
     alone = replace(
         costs, recompute=None, collectives=(), update_bytes=0.0, stages=(Stage(0, range(job.spec.n_layers)),)
     )
@@ -162,7 +162,7 @@ def test_bounds_are_below_the_step_and_near_it() -> None:
 def judged(*words: str) -> Iterator[tuple[Choice, Job, Prediction, float]]:
     """Each layout of four ranks that fits, held against its bounds, and the bound of its memory as a share of it."""
     base = load_base(TOML, words).job
-    runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
+    runs = [Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
     alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
         job = load_job(TOML, [*words, *choice.words()], 4)
@@ -170,7 +170,7 @@ def judged(*words: str) -> Iterator[tuple[Choice, Job, Prediction, float]]:
             assert max(bounds(run, alone, job)) <= VALUES[run.objective](prediction) * (1 + 1e-9), choice
         alike = runs[0].planner.stage_costs(uncut(job), job.layout)
         tensors = max(memory.total - memory.cached for memory in prediction.memory)
-        yield choice, job, prediction, runs[0]._least_memory(alike) / tensors
+        yield choice, job, prediction, runs[0].least_memory(alike) / tensors
 
 
 @pytest.mark.sweep

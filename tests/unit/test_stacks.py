@@ -18,7 +18,7 @@ from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import ModelSpec, normal
 from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form, render
-from titan.planner.search.best_first import _Search, search
+from titan.planner.search.best_first import Search, search
 from titan.planner.search.space import load_base
 from titan.planner.step.activations import LayerMemory, kept_by
 from titan.planner.step.arithmetic import flops_per_token
@@ -326,14 +326,14 @@ def test_no_layout_with_shared_stacks_is_better_than_its_bounds() -> None:
     words = (*MOE, "--mesh.cp=1", "--mesh.tp=1", "--plugins.bf16.enabled=true", "--train.global_batch_size=8")
     words += ("--plugins.activation_checkpoint.enabled=false",)
     base = load_base(TOML, words).job
-    run = _Search(base, Planner(CLUSTER), 1, "time")
+    run = Search(base, Planner(CLUSTER), 1, "time")
     alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     found = everything(4, *words)
     for choice, prediction in found:
         job = load_job(TOML, [*words, *choice.words()], 4)
         assert max(bounds(run, alone, job)) <= prediction.step_time_s * (1 + 1e-9), choice
         alike = run.planner.stage_costs(uncut(job), job.layout)
-        assert run._least_memory(alike) / GIB <= prediction.peak_gib * (1 + 1e-9)
+        assert run.least_memory(alike) / GIB <= prediction.peak_gib * (1 + 1e-9)
     assert {choice.layout.degrees["ep"] for choice, _ in found} == {1, 2, 4}
     best = search(base, Planner(CLUSTER), [load_base(TOML, words).space(4, 4)], keep=5).best
     values = sorted(prediction.step_time_s for _, prediction in found)

@@ -360,9 +360,9 @@ def test_a_trial_that_hangs_is_killed(tmp_path: Path) -> None:
 
 def test_power_is_that_of_the_measured_steps() -> None:
     readings = [(1.0, 50.0), (2.0, 300.0), (3.0, 400.0), (9.0, 70.0)]
-    assert trial._mean_power(readings, 1.5, 4.0) == 350.0
-    assert trial._mean_power(readings, 2.1, 2.2) == 300.0
-    assert trial._mean_power([], 0.0, 1.0) is None
+    assert trial.mean_power(readings, 1.5, 4.0) == 350.0
+    assert trial.mean_power(readings, 2.1, 2.2) == 300.0
+    assert trial.mean_power([], 0.0, 1.0) is None
     assert replace(measured(700.0), watts=350.0).value("tokens-per-joule") == 2.0
 
 

@@ -152,14 +152,16 @@ def test_a_run_that_raises_has_failed(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose package is not asked for: another stands in its place."""
     said: list[str] = []
     monkeypatch.setattr(logging.getLogger("titan"), "warning", said.append)
-    gone = Mock(**{f"{act}.side_effect": ConnectionResetError("gone") for act in ("log", "finish")})
+    gone = Mock(**{f"{act}.side_effect": ConnectionResetError("gone") for act in ("log", "finish")}, summary={}, dir="")
+    monkeypatch.setitem(sys.modules, "wandb", Mock(Error=OSError, **{"init.return_value": gone}))
     tracker = Wandb(Config())
-    tracker._run = gone
+    tracker.start(info(tmp_path))
     tracker.log(ROW)
     tracker.log(ROW)
-    tracker._run = gone
+    tracker.start(info(tmp_path))
     tracker.close()
     tracker.close()
     assert said == [

@@ -180,7 +180,7 @@ class AttentionCore(nn.Module):
         mask: Tensor | None = None
         if documents is not None or slopes or 0 < self.window < q.shape[2]:
             dtype = torch.bool if self.writes_scores and not slopes else q.dtype
-            make = _new_mask if torch.compiler.is_compiling() else _shared_mask
+            make = _new_mask if torch.compiler.is_compiling() else shared_mask
             mask = make(positions, documents, self.window, slopes, q.shape[2], dtype)
         if self.writes_scores:
             return attend_unfused(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap)
@@ -202,7 +202,7 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
 
 
 @library.custom_op("titan::attention_mask", mutates_args=())
-def _shared_mask(
+def shared_mask(
     positions: Tensor, documents: Tensor | None, window: int, slopes: Sequence[float], length: int, dtype: torch.dtype
 ) -> Tensor:
     """The mask of a window, slopes and documents; layers that are given the same documents share it, recomputed or not.

@@ -29,7 +29,7 @@ def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if rows.is_meta:
         return rows.mm(weight[0])
-    if _has_kernel(rows, weight):
+    if has_kernel(rows, weight):
         return F.grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
     return torch.cat([product(piece, matrix) for piece, matrix in pieces])
@@ -41,7 +41,7 @@ def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     if left.is_meta:
         one = left.t().mm(right)
         return one.new_empty(counts.shape[0], *one.shape)
-    if _has_kernel(left, right):
+    if has_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
     return torch.stack([product(a.t(), b) for a, b in pieces])
@@ -72,7 +72,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
 stacked_product.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def has_kernel(*tensors: Tensor) -> bool:
     """Whether PyTorch has one kernel for all matrices of a stack: CUDA's, in bfloat16, of rows aligned to 16 bytes."""
     aligned = all(size % 8 == 0 for tensor in tensors for size in tensor.shape[1:])
     return aligned and all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[0] > 0 for t in tensors)

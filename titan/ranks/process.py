@@ -62,12 +62,12 @@ def join(job: Job, **options: Any) -> Rank:
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=nccl)
     statement = statement_of(job, rank.device.type, **options) if rank.world_size > 1 else None
     enter(rank, job.comm.init_timeout_s, statement)
-    if rank.device.type == "cuda" and (gpu := _identity(torch.cuda.get_device_properties(rank.device))):
+    if rank.device.type == "cuda" and (gpu := gpu_identity(torch.cuda.get_device_properties(rank.device))):
         claim(f"{socket.gethostname()} {gpu}", rank.number, shared_store())
     return rank
 
 
-def _identity(properties: Any) -> str:
+def gpu_identity(properties: Any) -> str:
     """What tells a GPU from others of its host. Slices of one (MIG) share a place on the bus, some AMD GPUs a UUID."""
     keys = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
     return " ".join(str(getattr(properties, key)) for key in keys if hasattr(properties, key))

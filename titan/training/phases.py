@@ -110,7 +110,7 @@ def assemble(
                 for part in engine.parts:
                     technique.apply(part, context)
         if phase == "convert":
-            _check_names(model, context)
+            check_names(model, context)
         if phase == "split":
             context.parts = engine.parts
             for part in engine.parts:
@@ -120,7 +120,7 @@ def assemble(
     return engine
 
 
-def _check_names(model: nn.Module, context: BuildContext) -> None:
+def check_names(model: nn.Module, context: BuildContext) -> None:
     """Hold the spec, as techniques have changed it, against the model with what they have put into it.
 
     They may give values to buffers that they register in a later phase.

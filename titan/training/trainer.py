@@ -176,7 +176,7 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
             validate(run)
     if run.step % run.job.train.gc_every == 0:
         with run.meter.beside("gc"):
-            _collect_garbage()
+            collect_garbage()
     if _saves(run, run.step):
         save(run)
 
@@ -194,7 +194,7 @@ def _pauses(run: Run, step: int) -> bool:
     return _validates(run, step) or _saves(run, step)
 
 
-def _collect_garbage() -> None:
+def collect_garbage() -> None:
     """All objects the first time; what is left then is never looked at again: it would cost each collection 0.15 s.
 
     It lives as long as the run: 380,000 objects of torch, DTensor and a compiler on a CPU.

@@ -35,7 +35,7 @@ _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-_QUERIES = 256
+QUERIES = 256
 """Queries of a piece, on a CPU: so few that their mask is small, and enough for a window's keys to be read seldom."""
 
 
@@ -59,8 +59,8 @@ class Runs(NamedTuple):
             row = begin // length
             start, end = begin - row * length, stop - row * length
             cut = 0 < window < end - start
-            for first in range(start, end, _QUERIES if cut else end - start):
-                last = min(first + _QUERIES, end) if cut else end
+            for first in range(start, end, QUERIES if cut else end - start):
+                last = min(first + QUERIES, end) if cut else end
                 yield row, slice(first, last), slice(max(start, first - window + 1) if cut else start, last)
 
 
@@ -126,7 +126,7 @@ def _by_document(
         sides = {"window_size_left": left, "window_size_right": 0}
         found = _aten._flash_attention_forward(*flat, *ends, 0.0, causal, False, scale=scale, **sides)
         return _rows(found[0], q), found[1].reshape(lse.shape)
-    masks = _Window(window, q)
+    masks = Window(window, q)
     for row, queries, keys in runs.pieces(q.shape[2], window):
         mask = masks.of(queries, keys)
         own = (t[row : row + 1, :, at] for t, at in ((q, queries), (k, keys), (v, keys)))
@@ -160,7 +160,7 @@ def _by_document_backward(
             *flat, lse.flatten(1), *ends, 0.0, causal, state, unused, scale=scale, **sides
         )
         return _rows(found[0], q), _rows(found[1], k), _rows(found[2], v)
-    made, masks = [_empty_like(t) for t in (q, k, v)], _Window(window, q)
+    made, masks = [_empty_like(t) for t in (q, k, v)], Window(window, q)
     if window:  # a key's gradient is the sum of those of several pieces
         made[1:] = [one.float().zero_() for one in made[1:]]
     for row, queries, keys in runs.pieces(q.shape[2], window):
@@ -175,7 +175,7 @@ def _by_document_backward(
     return made[0], made[1].to(k.dtype), made[2].to(v.dtype)
 
 
-class _Window:
+class Window:
     """Masks [queries, keys] of pieces, as PyTorch's flash kernel for CPUs takes them: cut out of one."""
 
     def __init__(self, window: int, like: Tensor) -> None:
@@ -192,7 +192,7 @@ class _Window:
     @cached_property
     def _whole(self) -> Tensor:
         """Of queries whose windows lie in the run: query i sees keys i to i + window - 1."""
-        size = _QUERIES, _QUERIES + self._window - 1
+        size = QUERIES, QUERIES + self._window - 1
         unseen = self._like.new_ones(size, dtype=torch.bool).tril_(self._window - 1).triu_(0).logical_not_()
         return self._like.new_zeros(size).masked_fill_(unseen, float("-inf"))
 

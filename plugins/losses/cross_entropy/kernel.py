@@ -78,7 +78,7 @@ def loss_and_gradient(
     reported, squared = torch.empty(2, count, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(words))
     row_bytes = words * logits.element_size() * (1 if out.data_ptr() == logits.data_ptr() else 2)
-    _rows[(min(count, _rows_at_once(row_bytes, logits.device)),)](
+    _rows[(min(count, rows_at_once(row_bytes, logits.device)),)](
         out,
         logits,
         labels,
@@ -99,7 +99,7 @@ def loss_and_gradient(
 
 
 @cache
-def _rows_at_once(row_bytes: int, device: torch.device) -> int:
+def rows_at_once(row_bytes: int, device: torch.device) -> int:
     """Rows that two thirds of the device's L2 cache hold: as many on each SM, where there is one for each."""
     properties = torch.cuda.get_device_properties(device)
     rows, sms = properties.L2_cache_size * 2 // (3 * row_bytes), properties.multi_processor_count

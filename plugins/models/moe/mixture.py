@@ -122,13 +122,13 @@ class Mixture(nn.Module):
         seen = x if self.jitter is None else self.jitter(x, seeds, positions)
         chosen, weights, shares = self.router(seen.flatten(0, 1), None if real is None else real.flatten())
         if self.balance is not None and self.training:
-            imbalance = _imbalance(*(each.unflatten(0, x.shape[:2]) for each in (chosen, shares)), real)
+            imbalance = imbalance_of(*(each.unflatten(0, x.shape[:2]) for each in (chosen, shares)), real)
             weights = self.balance(weights, self.balance_rate * imbalance)
         y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
-def _imbalance(chosen: Tensor, shares: Tensor, real: Tensor | None = None) -> Tensor:
+def imbalance_of(chosen: Tensor, shares: Tensor, real: Tensor | None = None) -> Tensor:
     """Sum over sequences of sum_e f_e P_e, 1 for each where its tokens are spread evenly (arXiv 2412.19437, eq. 17).
 
     chosen: [B, S, k].  shares: [B, S, E].  real: [B, S] bool, false at padding, of which f and P take no part.

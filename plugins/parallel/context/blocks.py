@@ -53,7 +53,7 @@ class Scores(NamedTuple):
     slopes: Sequence[float] = ()
 
 
-class _Sight(NamedTuple):
+class Sight(NamedTuple):
     """Which position attends to which: to itself and earlier ones, of its document, at less than `window` distance."""
 
     width: int  # C
@@ -87,7 +87,7 @@ class _Sight(NamedTuple):
         return scores.masked_fill_(unseen, -math.inf)
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block of scores that one call computes: which of a rank's queries, which of the keys at hand."""
 
     rows: slice
@@ -95,17 +95,17 @@ class _Block(NamedTuple):
     kind: Kind
 
 
-def _blocks(sight: _Sight, queries: tuple[int, int], keys: Sequence[int]) -> list[_Block]:
+def blocks_of(sight: Sight, queries: tuple[int, int], keys: Sequence[int]) -> list[Block]:
     """The blocks of a rank's two chunks of queries and any chunks of keys: few, as each costs a kernel and a merge."""
     rows = [[sight.kind(query, key) for key in keys] for query in queries]
     both = slice(0, 2 * sight.width)
     if rows == [["causal", "skipped"], ["full", "causal"]]:
-        return [_Block(both, both, "causal")]
+        return [Block(both, both, "causal")]
     first, second = (_runs(row, sight.width) for row in rows)
     if first == second:
-        return [_Block(both, columns, kind) for columns, kind in first]
+        return [Block(both, columns, kind) for columns, kind in first]
     halves = (slice(0, sight.width), first), (slice(sight.width, 2 * sight.width), second)
-    return [_Block(half, columns, kind) for half, runs in halves for columns, kind in runs]
+    return [Block(half, columns, kind) for half, runs in halves for columns, kind in runs]
 
 
 def _runs(row: Sequence[Kind], width: int) -> list[tuple[slice, Kind]]:
@@ -123,7 +123,7 @@ def _runs(row: Sequence[Kind], width: int) -> list[tuple[slice, Kind]]:
 # --- one block ------------------------------------------------------------------------------------------------------
 
 
-def _fused(q: Tensor, kind: Kind) -> bool:
+def is_fused(q: Tensor, kind: Kind) -> bool:
     """Whether a fused kernel computes the block. Meta tensors stand for a device that has one."""
     if kind == "masked" or q.device.type != "cuda":
         return kind != "masked" and q.device.type in ("cpu", "meta")
@@ -131,7 +131,8 @@ def _fused(q: Tensor, kind: Kind) -> bool:
     return q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(parameters)
 
 
-def _forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """As `forward_written`, by a kernel, whose output has the dtype of q."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if q.device.type == "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
@@ -140,9 +141,10 @@ def _forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float |
     return out, lse
 
 
-def _backward_fused(
+def backward_fused(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward_written`, by a kernel, whose gradients have the dtype of q."""
     grad, q, k, v, out = (t if t.stride(-1) == 1 else t.contiguous() for t in (grad, q, k, v, out))
     lse = lse.contiguous()
     if q.device.type == "cuda":
@@ -157,7 +159,7 @@ Mask = Callable[[Tensor, slice], Tensor]
 """Biases and masks the scores [B, H, Q, K] of some queries of a block, in place."""
 
 
-def _forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> tuple[Tensor, Tensor]:
+def forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, N] to k and v [B, K, K', N], and its log-sum-exp [B, H, Q], both float32.
 
     A query that sees no key has output 0 and log-sum-exp -inf.
@@ -172,7 +174,7 @@ def _forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: 
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
-def _backward_written(
+def backward_written(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's share of the gradients of q, k and v, float32; out and lse are those over all keys."""
@@ -233,7 +235,7 @@ class Queries:
         self.q, self.chunks, self.scale = q, chunks_of(rank, size), scores.scale
         # Made once: a copy to a device holds up the host.
         slopes = torch.tensor(scores.slopes, device=q.device) if scores.slopes else None
-        self.sight = _Sight(q.shape[2] // 2, documents, scores.window, slopes)
+        self.sight = Sight(q.shape[2] // 2, documents, scores.window, slopes)
 
     def nothing_seen(self) -> tuple[Tensor, Tensor]:
         """Output [B, H, S, N] and log-sum-exp [B, H, S] of no keys yet, float32."""
@@ -244,7 +246,7 @@ class Queries:
         width = self.sight.width
         return torch.cat([torch.arange(at * width, (at + 1) * width, device=self.q.device) for at in chunks])
 
-    def _mask(self, block: _Block, chunks: Sequence[int]) -> Mask | None:
+    def _mask(self, block: Block, chunks: Sequence[int]) -> Mask | None:
         if block.kind == "full":
             return None
         queries, keys = self._positions(self.chunks)[block.rows], self._positions(chunks)[block.columns]
@@ -252,33 +254,33 @@ class Queries:
 
     def attend(self, kv: Tensor, chunks: Sequence[int], out: Tensor, lse: Tensor) -> None:
         """Merge attention to the keys and values [2, B, K, T', N] of some chunks into out and lse."""
-        for block in _blocks(self.sight, self.chunks, chunks):
+        for block in blocks_of(self.sight, self.chunks, chunks):
             q, (k, v) = self.q[:, :, block.rows], kv[..., block.columns, :]
-            if _fused(q, block.kind):
-                results = _forward_fused(q, k, v, block.kind == "causal", self.scale)
+            if is_fused(q, block.kind):
+                results = forward_fused(q, k, v, block.kind == "causal", self.scale)
             else:
-                results = _forward_written(q, k, v, self._mask(block, chunks), self.scale)
-            _merge(out[:, :, block.rows], lse[:, :, block.rows], *results)
+                results = forward_written(q, k, v, self._mask(block, chunks), self.scale)
+            merge(out[:, :, block.rows], lse[:, :, block.rows], *results)
 
     def gradients(
         self, kv: Tensor, chunks: Sequence[int], grad: Tensor, out: Tensor, lse: Tensor, dq: Tensor
     ) -> Tensor:
         """Add to dq [B, H, S, N]; return the gradients [2, B, K, T', N] of some chunks' keys and values, in float32."""
         dkv = torch.zeros_like(kv, dtype=torch.float32)
-        for block in _blocks(self.sight, self.chunks, chunks):
+        for block in blocks_of(self.sight, self.chunks, chunks):
             rows, columns, kind = block
             k, v = kv[..., columns, :]
             given, own, past, total = (t[:, :, rows] for t in (grad, self.q, out, lse))
-            if _fused(own, kind):
-                shares = _backward_fused(given, own, k, v, past, total, kind == "causal", self.scale)
+            if is_fused(own, kind):
+                shares = backward_fused(given, own, k, v, past, total, kind == "causal", self.scale)
             else:
-                shares = _backward_written(given, own, k, v, past, total, self._mask(block, chunks), self.scale)
+                shares = backward_written(given, own, k, v, past, total, self._mask(block, chunks), self.scale)
             for whole, share in zip((dq[:, :, rows], *dkv[..., columns, :]), shares, strict=True):
                 whole += share
         return dkv
 
 
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block's output and log-sum-exp into those of earlier blocks, in place."""
     total = torch.logaddexp(lse, block_lse)
     finite = total.masked_fill(total == -math.inf, 0.0)  # no key seen so far: -inf less -inf is no number

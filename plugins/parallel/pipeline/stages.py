@@ -46,11 +46,11 @@ def cut(spec: ModelSpec, seq_len: int, stages: int, points: Sequence[str]) -> Se
     costs = [layer / 2] * spec.n_layers
     costs[0] += spec.embedding_params / params / 2
     costs[-1] += (spec.head_flops_per_token() / flops + spec.head_params / params) / 2
-    return _balanced(tuple(costs), stages)
+    return balanced(tuple(costs), stages)
 
 
 @cache
-def _balanced(costs: tuple[float, ...], stages: int) -> Sequence[range]:
+def balanced(costs: tuple[float, ...], stages: int) -> Sequence[range]:
     """Cut into `stages` runs whose dearest is as cheap as can be; among those, with the least sum of squares."""
     until = [sum(costs[:end]) for end in range(len(costs) + 1)]
     runs = {(start, end): until[end] - until[start] for end in range(len(until)) for start in range(end)}

@@ -250,7 +250,7 @@ class TensorParallel(Technique):
         if equal:
             torch._foreach_div_(list(equal.values()), dist.get_world_size(self._group))
         if gradients := _gradients(self._partial) | equal:
-            (sums,) = self._reduced(gradients, dist.ReduceOp.SUM)
+            (sums,) = reduced(gradients, self._group, dist.ReduceOp.SUM)
             torch._foreach_copy_(list(gradients.values()), sums)
 
     def _check_equal(self) -> None:
@@ -258,7 +258,7 @@ class TensorParallel(Technique):
         self._checked = True  # once is enough: what differs is the model's place for a module, not chance
         if not gradients or next(iter(gradients.values())).device.type == "meta":
             return
-        bounds = self._reduced(gradients, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        bounds = reduced(gradients, self._group, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
         for name, least, most in zip(gradients, *bounds, strict=True):
             if (most - least).norm() > UNEQUAL * most.norm():
                 raise PluginError(
@@ -267,16 +267,17 @@ class TensorParallel(Technique):
                     '"gather" or "row" but works on its parameters'
                 )
 
-    def _reduced(self, gradients: Mapping[str, Tensor], *operations: Any) -> list[list[Tensor]]:
-        """The gradients after an all-reduce over tp by each operation, in float32, all of them at once."""
-        flat = torch.cat([gradient.flatten().float() for gradient in gradients.values()])
-        results = []
-        for operation in operations:
-            reduced = flat.clone()
-            dist.all_reduce(reduced, operation, self._group)
-            pieces = torch.split(reduced, [gradient.numel() for gradient in gradients.values()])
-            results.append([piece.view_as(own) for piece, own in zip(pieces, gradients.values(), strict=True)])
-        return results
+
+def reduced(gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None, *operations: Any) -> list[list[Tensor]]:
+    """The gradients after an all-reduce over a group by each operation, in float32, all of them at once."""
+    flat = torch.cat([gradient.flatten().float() for gradient in gradients.values()])
+    results = []
+    for operation in operations:
+        sums = flat.clone()
+        dist.all_reduce(sums, operation, group)
+        pieces = torch.split(sums, [gradient.numel() for gradient in gradients.values()])
+        results.append([piece.view_as(own) for piece, own in zip(pieces, gradients.values(), strict=True)])
+    return results
 
 
 def _widths(spec: ModelSpec) -> dict[str, int]:

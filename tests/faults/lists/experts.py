@@ -60,7 +60,7 @@ FAULTS = (
     Fault("rows of padding computed, but not among those that are routed", f"{ROUTER}::Router.forward",
         "self.routed.add_(chosen.numel())",
         "self.routed.add_(chosen.numel() if real is None else real.sum() * self.top_k)", (PADDED,)),
-    Fault("scores of padding in the loss per sequence", f"{ROUTER}::_imbalance",
+    Fault("scores of padding in the loss per sequence", f"{ROUTER}::imbalance_of",
         "torch.where(real[..., None], shares, 0.0).sum(1) / tokens", "shares.mean(1)",
         (f"{UNIT}::test_imbalance_of_padded_sequences_is_that_of_their_tokens",)),
     Fault("padding found by the place on a rank, not in the sequence", "titan/layers/decoder.py::Decoder.forward",

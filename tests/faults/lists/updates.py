@@ -52,7 +52,7 @@ FAULTS = (
         '{"activation_memory_budget": 1.0, "unsafe_treat_script_objects_as_zero_size": True}',
         ("tests/unit/test_recompute.py::test_a_compiler_saves_less_on_a_smaller_budget_and_computes_the_same",)),
     Fault("narrow gradients added up in their own dtype over tensor-parallel ranks",
-        "plugins/parallel/tensor/__init__.py::TensorParallel._reduced",
+        "plugins/parallel/tensor/__init__.py::reduced",
         "gradient.flatten().float", "gradient.flatten",
         ("tests/dist/test_tensor.py::test_narrow_gradients_are_added_up_in_float32",)),
     Fault("one gradient for two parameters of a head that is not a product",

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 Places = list[tuple[dict[str, Any], str]]
 """Where modules have a parameter: in which of their tables, by which name."""
 
-_PIECE = 2**26
+PIECE = 2**26
 """Numbers of a table's gradient that are made at a time."""
 
 _ALIGNED = 128
@@ -166,8 +166,8 @@ class _LookUp(torch.autograd.Function):
         words, width = table.shape
         first = table.grad is None
         total = torch.empty_like(table) if first else table.grad
-        for begin in range(0, words, max(1, _PIECE // width)):
-            piece = total[begin : begin + max(1, _PIECE // width)]
+        for begin in range(0, words, max(1, PIECE // width)):
+            piece = total[begin : begin + max(1, PIECE // width)]
             here = torch.where((ids >= begin) & (ids < begin + len(piece)), ids - begin, len(piece))
             narrow = torch.ops.aten.embedding_dense_backward(gradient, here, len(piece) + 1, len(piece), False)[:-1]
             piece.copy_(narrow) if first else piece.add_(narrow)

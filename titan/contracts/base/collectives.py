@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Kind -> how often a ring passes the whole tensor around."""
 
-_SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")  # in these a rank sends no numbers
+SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")
+"""Collectives in which a rank sends no numbers."""
 
 
 def _name(operation: OpOverload) -> str:
@@ -80,7 +81,7 @@ def sent_bytes(kind: str, whole: float, ranks: int) -> float:
     It is the least that ranks can send where no switch adds for them: what rings send (Patarasu and Yuan, J. Parallel
     Distrib. Comput. 69, 2009), and in an all-to-all each rank to each other one.
     """
-    if kind == "send" or kind in _SILENT:
+    if kind == "send" or kind in SILENT:
         return whole if kind == "send" else 0.0
     return PASSES.get(kind, 1.0) * (ranks - 1) / ranks * whole
 

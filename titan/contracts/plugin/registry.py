@@ -51,8 +51,12 @@ P = TypeVar("P", bound=type[Plugin])
 Key = tuple[str, str]
 """Kind and name of a plugin."""
 
-_plugins: dict[Key, type[Plugin]] = {}
-_opened: set[str] = set()
+plugins: dict[Key, type[Plugin]] = {}
+"""Every registered plugin of this process."""
+
+opened: set[str] = set()
+"""Where plugins have been loaded from, each once: `BUILT_IN`, files, and `ENTRY_POINTS` with a colon."""
+
 _brought_by: dict[Key, str] = {}  # plugin -> the entry point that brought it
 _left_out: dict[str, str] = {}  # entry point that failed -> why
 _contested: dict[Key, str] = {}  # name that an entry point has claimed too -> who else has it
@@ -76,23 +80,23 @@ def register(plugin: P) -> P:
         raise PluginError(f"{place} must subclass a contract of titan.contracts, such as Technique")
     check_class(plugin, contract)
     key = (plugin.kind, plugin.name)
-    owner = _plugins.get(key)
+    owner = plugins.get(key)
     # One file imported under two module names registers the same plugin again.
     if owner is not None and (file_of(owner) != file_of(plugin) or owner.__module__ == plugin.__module__):
         both = f"{owner.__qualname__} in {file_of(owner)} and {place}"
         raise NameTakenError(f"two plugins are called {plugin.kind} {plugin.name!r}: {both}; rename one of them", key)
-    _plugins[key] = plugin
+    plugins[key] = plugin
     return plugin
 
 
 def find(kind: str, name: str) -> type[Plugin] | None:
     """The plugin of this kind and name, or None."""
-    return _plugins.get((kind, name))
+    return plugins.get((kind, name))
 
 
 def every() -> list[type[Plugin]]:
     """All registered plugins, by kind and name."""
-    return [_plugins[key] for key in sorted(_plugins)]
+    return [plugins[key] for key in sorted(plugins)]
 
 
 def of_kind(kind: str) -> list[type[Plugin]]:
@@ -114,7 +118,7 @@ def chosen(kind: str, name: Any) -> type[Plugin] | None:
 
 def trouble(kind: str, name: str) -> str:
     """Why a plugin that a user names cannot be used; empty where it can."""
-    if (kind, name) in _contested or (kind, name) in _plugins:
+    if (kind, name) in _contested or (kind, name) in plugins:
         return _contested.get((kind, name), "")
     return f"unknown {kind}{did_you_mean(name, [plugin.name for plugin in of_kind(kind)])}{left_out()}"
 
@@ -133,24 +137,24 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> None:
     Raises:
         PluginError: a path is missing, or a plugin cannot be imported, breaks its contract or clashes with another.
     """
-    if BUILT_IN not in _opened:
+    if BUILT_IN not in opened:
         for shelf in _inside(BUILT_IN):
             for name in _inside(shelf):
                 _import(functools.partial(importlib.import_module, name), f"plugin {name}", name)
-        _opened.add(BUILT_IN)
+        opened.add(BUILT_IN)
     for path in (expanded(path, "[plugins] path") for path in paths):
         if not path.is_dir() and (path.suffix != ".py" or not path.is_file()):
             raise PluginError(f"plugin path {path}: no such folder or .py file")
         inside = [file for file in sorted(path.rglob("*.py")) if not file.name.startswith("_")]
         for file in inside if path.is_dir() else [path]:
             _open_file(file.resolve())
-    if ENTRY_POINTS + ":" not in _opened:
+    if ENTRY_POINTS + ":" not in opened:
         for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
             _open_entry(entry)
-        _opened.add(ENTRY_POINTS + ":")
+        opened.add(ENTRY_POINTS + ":")
     faults = []
-    for key, plugin in [(key, plugin) for key, plugin in _plugins.items() if plugin.kind == "technique"]:
-        others = [other for other in _plugins.values() if other.kind == "technique"]
+    for key, plugin in [(key, plugin) for key, plugin in plugins.items() if plugin.kind == "technique"]:
+        others = [other for other in plugins.values() if other.kind == "technique"]
         for sentence in technique_clashes(plugin, others, not _left_out):
             if key in _brought_by:
                 _leave_out(_brought_by[key], PluginError(sentence))
@@ -167,7 +171,7 @@ def _inside(name: str) -> list[str]:
 
 
 def _open_file(file: Path) -> None:
-    if str(file) in _opened:
+    if str(file) in opened:
         return
     # No other file's, and the same in a process that has to import it again: one that finds another module under a
     # plugin's name cannot unpickle the plugin. Without dots, as in /home/jane.doe, which would make it a module of a
@@ -179,25 +183,25 @@ def _open_file(file: Path) -> None:
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
     _import(functools.partial(spec.loader.exec_module, loaded), f"plugin {file}", module)
-    _opened.add(str(file))
+    opened.add(str(file))
 
 
 def _open_entry(entry: EntryPoint) -> None:
     package = f"package {entry.dist.name}" if entry.dist is not None else "a package"
     name = f"{package} (entry point {entry.name} = {entry.value})"
-    before = set(_plugins)
+    before = set(plugins)
     try:
         _import(entry.load, "it", entry.module.partition(".")[0])
     except PluginError as error:
         if isinstance(error, NameTakenError):
             _contested[error.key] = str(error)
         _leave_out(name, error)
-    _brought_by.update(dict.fromkeys(_plugins.keys() - before, name))
+    _brought_by.update(dict.fromkeys(plugins.keys() - before, name))
 
 
 def _leave_out(entry: str, error: PluginError) -> None:
     for key in [key for key, name in _brought_by.items() if name == entry]:
-        del _plugins[key], _brought_by[key]
+        del plugins[key], _brought_by[key]
     _left_out[entry] = str(error)
     warn(f"{entry} is not loaded: {error}", error)
 
@@ -207,12 +211,12 @@ def _import(load: Callable[[], Any], what: str, module: str) -> None:
 
     module: the start of the names of the modules whose lines a user can mend.
     """
-    before = dict(_plugins)
+    before = dict(plugins)
     try:
         load()
     except (Exception, SystemExit) as error:
-        _plugins.clear()
-        _plugins.update(before)
+        plugins.clear()
+        plugins.update(before)
         if isinstance(error, PluginError):
             raise
         said = error.msg if isinstance(error, SyntaxError) else (str(error).splitlines() or [""])[0]

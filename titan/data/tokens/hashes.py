@@ -83,7 +83,7 @@ def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Co
             found = list(pool.map(lambda file: _hash(file, now_ns), unknown))
         contents.update((content.file, content) for content in found)
         if settled := {content.mark.key(content.file): content.digest for content in found if not content.racy}:
-            _remember(memory, settled)
+            remember(memory, settled)
     return [contents[file] for file in files]
 
 
@@ -142,7 +142,7 @@ def _recall(memory: Path) -> dict[str, str]:
     return {}
 
 
-def _remember(memory: Path, found: dict[str, str]) -> None:
+def remember(memory: Path, found: dict[str, str]) -> None:
     """Add what was found to the memory as it is by now: hashing takes long, and others have done so meanwhile."""
     partial = unfinished(memory.parent)
     try:

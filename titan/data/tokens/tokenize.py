@@ -107,7 +107,7 @@ def tokenize(
             lost.add(_make(dataset, tokenizer, unit, folder, workers, done))
         return lost
     plugins = (dataset, tokenizer)
-    recipe = _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), tokenizer.fingerprint)
+    recipe = Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), tokenizer.fingerprint)
     modules = [sys.modules[type(plugin).__module__] for plugin in plugins]
     homes = tuple((module.__name__, str(module.__file__)) for module in modules if module.__name__ != "__main__")
     others = multiprocessing.active_children()
@@ -142,7 +142,7 @@ def tokenize(
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """Two plugins as a process that never saw them can make them: class and options. fingerprint: of the tokenizer,
     which reads its file once more in each process."""
 
@@ -171,7 +171,7 @@ def _begin(homes: tuple[tuple[str, str], ...]) -> None:
             spec.loader.exec_module(sys.modules[name])
 
 
-def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> tuple[list[Path], Lost]:
+def _serve(recipe: Recipe, unit: Unit, folder: Path, threads: int) -> tuple[list[Path], Lost]:
     dataset, tokenizer = recipe.make()
     finished: list[Path] = []
     return finished, _make(dataset, tokenizer, unit, folder, threads, finished.append)
