@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from titan.contracts.base.collectives import tensors_of
+from titan.planner.dryrun.operations import ATTENTION, ITEM, Operation
 
 _PLAIN = {Tensor, nn.Parameter}
 _META = torch.device("meta")
-_ITEM = torch.ops.aten._local_scalar_dense.default
-_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _TYPES = {torch.bool: bool, torch.float16: float, torch.bfloat16: float, torch.float32: float, torch.float64: float}
 
-Look = Callable[[OpOverload, Any, Any, Any], None]
+Look = Callable[[Operation, Any, Any, Any], None]
 """Called after each operation with (operation, args, kwargs, result)."""
 
 
@@ -75,10 +74,8 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None:
             return torch.empty_strided(made[0], made[1], dtype=made[2], device=_META)
         out = function(*args, **kwargs)
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
-        if out.untyped_storage()._cdata not in given:
+        given = {id(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs))}
+        if id(out.untyped_storage()) not in given:
             self._made[known] = out.shape, out.stride(), out.dtype
         return out
 
@@ -99,7 +96,7 @@ class _Kind:
 _KINDS: dict[Any, _Kind] = {}
 
 
-def _kind(function: OpOverload) -> _Kind:
+def _kind(function: Operation) -> _Kind:
     schema = function._schema
     tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     alone = [str(result.type) for result in schema.returns] == ["Tensor"]
@@ -140,7 +137,7 @@ def _lifted(args: Any) -> Tensor:
     return torch.empty_like(args[0], device=_META)
 
 
-_ANSWERS: dict[Any, Callable[[Any], Any]] = {_ITEM: _item, _LIFT: _lifted}
+_ANSWERS: dict[Any, Callable[[Any], Any]] = {ITEM: _item, _LIFT: _lifted}
 
 
 @contextmanager
@@ -170,7 +167,7 @@ def accepted() -> Iterator[None]:
     try:
         yield
     finally:
-        kernels._destroy()  # type: ignore[no-untyped-call]
+        del kernels  # the last reference: PyTorch takes the kernel back
         for (owner, name, _), original in zip(patches, originals, strict=True):
             setattr(owner, name, original)
 
@@ -197,5 +194,5 @@ def _attention(
     """As one kernel, as a CPU and a GPU do it; for a device it does not know PyTorch would write all scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    out: Tensor = _FUSED_ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    out: Tensor = ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
     return out
