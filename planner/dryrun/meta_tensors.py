@@ -11,7 +11,7 @@ from torch import Tensor, library, nn
 from torch._library.custom_ops import OPDEFS
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.contracts.base.collectives import tensors_of
 from titan.planner.dryrun.operations import ATTENTION, ITEM, Operation
@@ -37,6 +37,7 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.look: Look | None = None
+        self._off = False
         self._made: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
 
     @classmethod
@@ -47,6 +48,8 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, then call `look`."""
+        if self._off:
+            return function(*args, **(kwargs or {}))
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
         if own := OPDEFS.get(function._schema.name):
@@ -63,6 +66,18 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.look is not None:
             self.look(function, args, kwargs, out)
         return out
+
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with the mode off while it runs."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._off = self._off, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._off = before
+
+        return call
 
     def _like_before(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, from a cache by operation and shapes: running each operation is slow."""
@@ -141,7 +156,7 @@ _ANSWERS: dict[Any, Callable[[Any], Any]] = {ITEM: _item, _LIFT: _lifted}
 
 
 @contextmanager
-def accepted() -> Iterator[None]:
+def accepted(mode: MetaTensorMode) -> Iterator[None]:
     """Make PyTorch accept meta tensors as real ones while the context is open.
 
     FSDP rejects them as not materialized, and fused optimizers as an unsupported device. From 2.15 on FSDP records the
@@ -151,8 +166,7 @@ def accepted() -> Iterator[None]:
     optimizers = import_module("torch.optim.optimizer")
     collectives = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", _unseen),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", mode.unseen),
         (FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda _: lambda group: None),
         (optimizers, "_get_fused_kernels_supported_devices", lambda asked: lambda: [*asked(), "meta"]),
@@ -170,14 +184,6 @@ def accepted() -> Iterator[None]:
         del kernels  # the last reference: PyTorch takes the kernel back
         for (owner, name, _), original in zip(patches, originals, strict=True):
             setattr(owner, name, original)
-
-
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def _attention(

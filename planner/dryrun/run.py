@@ -55,7 +55,7 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
     stands = standing_in_for("cuda") if fused else nullcontext()
-    with _alone_as(rank, world_size), accepted(), stands, ExitStack() as meta:
+    with _alone_as(rank, world_size), accepted(mode), stands, ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, Counts(), core.context.mesh)
