@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.contracts.plugin import registry
 from titan.training import trainer  # noqa: F401
@@ -52,7 +51,7 @@ def _step() -> None:
 
 registry.load_plugins()
 torch.set_num_threads(1)
-dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE)
 # Whoever asks CUDA for its devices can use none in a process that it forks. Modes of fake tensors ask by the second.
 with (
     patch.object(torch.cuda, "is_available", return_value=False),

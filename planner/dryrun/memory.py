@@ -61,7 +61,7 @@ class Account:
     def add(self, tensor: Tensor, op: str, component: str = "") -> None:
         """Record the storage of a tensor if it is new. op: the operation that made it.  component: "" if not known."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # PyTorch keeps the object as long as the storage lives
         if key in self._live:
             return
         record = Storage(self.place, op, tensor, component, self._turn)
@@ -71,7 +71,7 @@ class Account:
 
     def find(self, tensor: Tensor) -> Storage | None:
         """The record of a tensor's storage; None: it is not recorded."""
-        held = self._live.get(tensor.untyped_storage()._cdata)
+        held = self._live.get(id(tensor.untyped_storage()))
         return None if held is None else held[1]
 
     def tag(self, tensor: Tensor, component: str, over: Sequence[str] = ("",)) -> None:
@@ -105,9 +105,9 @@ class Account:
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            held = self._live.get(storage._cdata)
+            held = self._live.get(id(storage))
             if held is not None:
-                self._change(storage._cdata, held[1], size)
+                self._change(id(storage), held[1], size)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]

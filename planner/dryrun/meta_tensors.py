@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.contracts.base.collectives import tensors_of
+from titan.planner.dryrun.operations import ATTENTION, ITEM, Operation
 
 _PLAIN = {Tensor, nn.Parameter}
 _META = torch.device("meta")
-_ITEM = torch.ops.aten._local_scalar_dense.default
-_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _TYPES = {torch.bool: bool, torch.float16: float, torch.bfloat16: float, torch.float32: float, torch.float64: float}
 
-Look = Callable[[OpOverload, Any, Any, Any], None]
+Look = Callable[[Operation, Any, Any, Any], None]
 """Called after each operation with (operation, args, kwargs, result)."""
 
 
@@ -38,6 +37,7 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.look: Look | None = None
+        self._off = False
         self._made: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
 
     @classmethod
@@ -48,6 +48,8 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, then call `look`."""
+        if self._off:
+            return function(*args, **(kwargs or {}))
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
         if own := OPDEFS.get(function._schema.name):
@@ -65,6 +67,18 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.look(function, args, kwargs, out)
         return out
 
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with the mode off while it runs."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._off = self._off, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._off = before
+
+        return call
+
     def _like_before(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, from a cache by operation and shapes: running each operation is slow."""
         key: list[Any] = [function]
@@ -75,10 +89,8 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None:
             return torch.empty_strided(made[0], made[1], dtype=made[2], device=_META)
         out = function(*args, **kwargs)
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
-        if out.untyped_storage()._cdata not in given:
+        given = {id(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs))}
+        if id(out.untyped_storage()) not in given:
             self._made[known] = out.shape, out.stride(), out.dtype
         return out
 
@@ -99,7 +111,7 @@ class _Kind:
 _KINDS: dict[Any, _Kind] = {}
 
 
-def _kind(function: OpOverload) -> _Kind:
+def _kind(function: Operation) -> _Kind:
     schema = function._schema
     tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     alone = [str(result.type) for result in schema.returns] == ["Tensor"]
@@ -140,11 +152,11 @@ def _lifted(args: Any) -> Tensor:
     return torch.empty_like(args[0], device=_META)
 
 
-_ANSWERS: dict[Any, Callable[[Any], Any]] = {_ITEM: _item, _LIFT: _lifted}
+_ANSWERS: dict[Any, Callable[[Any], Any]] = {ITEM: _item, _LIFT: _lifted}
 
 
 @contextmanager
-def accepted() -> Iterator[None]:
+def accepted(mode: MetaTensorMode) -> Iterator[None]:
     """Make PyTorch accept meta tensors as real ones while the context is open.
 
     FSDP rejects them as not materialized, and fused optimizers as an unsupported device. From 2.15 on FSDP records the
@@ -154,8 +166,7 @@ def accepted() -> Iterator[None]:
     optimizers = import_module("torch.optim.optimizer")
     collectives = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", _unseen),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", mode.unseen),
         (FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda _: lambda group: None),
         (optimizers, "_get_fused_kernels_supported_devices", lambda asked: lambda: [*asked(), "meta"]),
@@ -170,17 +181,9 @@ def accepted() -> Iterator[None]:
     try:
         yield
     finally:
-        kernels._destroy()  # type: ignore[no-untyped-call]
+        del kernels  # the last reference: PyTorch takes the kernel back
         for (owner, name, _), original in zip(patches, originals, strict=True):
             setattr(owner, name, original)
-
-
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def _attention(
@@ -197,5 +200,5 @@ def _attention(
     """As one kernel, as a CPU and a GPU do it; for a device it does not know PyTorch would write all scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    out: Tensor = _FUSED_ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    out: Tensor = ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
     return out

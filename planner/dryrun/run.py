@@ -55,7 +55,7 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
     stands = standing_in_for("cuda") if fused else nullcontext()
-    with alone_as(rank, world_size), accepted(), stands, ExitStack() as meta:
+    with alone_as(rank, world_size), accepted(mode), stands, ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, Counts(), core.context.mesh)
@@ -65,12 +65,13 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
 @contextmanager
 def alone_as(rank: int, world_size: int) -> Iterator[None]:
     """A fake process group in which this process is `rank`, while the context is open."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    if dist.Backend.FAKE not in dist.Backend.backend_capability:  # PyTorch registers it once it is asked for
+        dist.init_process_group("fake", rank=0, world_size=1)
+        dist.destroy_process_group()
     devices = dist.Backend.backend_capability[dist.Backend.FAKE]
     if "meta" not in devices:
         devices.append("meta")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     collects = gc.isenabled()
     try:
         with torch.compiler.set_stance("force_eager"):

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from titan.contracts import ModelPart
 from titan.contracts.base import collectives
@@ -15,6 +13,7 @@ from titan.contracts.host import allocating_on_host, locals_of, on_host
 from titan.planner.dryrun import work
 from titan.planner.dryrun.memory import Account
 from titan.planner.dryrun.meta_tensors import MetaTensorMode
+from titan.planner.dryrun.operations import CAST, Operation
 from titan.planner.dryrun.step_position import PositionTracker
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -23,7 +22,7 @@ GATHERED, COMMUNICATION, OTHER, HOST = "gathered", "communication", "other", "ho
 PERSISTENT = "persistent"
 """What stands for an operation where a tensor exists before the step."""
 
-_CAST = torch.ops.aten._to_copy
+_CAST = CAST.overloadpacket
 
 
 class Watch:
@@ -44,8 +43,8 @@ class Watch:
         self._idle: set[object] = set()  # operations that add nothing but their results
         self.computing: dict[int, nn.Parameter] = {}
 
-    def _look(self, function: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        packet = function._overloadpacket
+    def _look(self, function: Operation, args: Any, kwargs: Any, out: Any) -> None:
+        packet = function.overloadpacket
         place = self.position.now()
         self.memory.at(place)
         if self.position.in_node:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from titan.planner.dryrun.operations import ATTENTION, ATTENTION_BACKWARD, Operation
+
+_ATTENTION, _ATTENTION_BACKWARD = ATTENTION.overloadpacket, ATTENTION_BACKWARD.overloadpacket
 
 
 def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, products: tuple[int, int]) -> int:
@@ -21,12 +21,12 @@ def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, products: tuple
     return 2 * batch * heads * rows * k[-2] * (products[0] * width + products[1] * v[-1])
 
 
-def flops_of(operation: OpOverload, args: Any, kwargs: Mapping[str, Any], out: Any) -> tuple[int, int]:
+def flops_of(operation: Operation, args: Any, kwargs: Mapping[str, Any], out: Any) -> tuple[int, int]:
     """(FLOPs, FLOPs among them that are recomputation) of a matrix product or attention; (0, 0) for other operations.
 
     Attention saves no scores: its backward recomputes them, one product in five.
     """
-    packet = operation._overloadpacket
+    packet = operation.overloadpacket
     if packet is _ATTENTION:
         return attention_flops(args[0].shape, args[1].shape, args[2].shape, (1, 1)), 0
     if packet is _ATTENTION_BACKWARD:
