@@ -29,12 +29,12 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch._functorch import config as functorch
-from torch._ops import OpOverload
+from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
@@ -42,27 +42,16 @@ from titan.contracts.base.cost import Attention, Operation, Recompute
 from titan.contracts.base.parts import Wrap, WrapPlace
 from titan.errors import PluginError
 from titan.layers.attention import AttentionCore
-from titan.layers.experts import stacked_product
+from titan.layers.experts import STACKED_PRODUCT
 
 # PyTorch warns there of operations in place: in graphs they change no number, and else saving what they change raises.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
-_SAVED = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        stacked_product._opoverload,
-    }
-)
-"""What selective mode keeps of a model's operations, besides `ModelPart.costly`.
+_SAVED = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, STACKED_PRODUCT})
+"""What selective mode keeps of a model's operations, besides PyTorch's kernels of attention and `ModelPart.costly`.
 
 `bmm` is not among them: its results include the S x S scores of attention that writes them.
 """
-
 
 _SAVES_PAST_HOOKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 """Whether PyTorch (2.15) asks if hooks of saved tensors see what selective mode saves; in others they do not."""
@@ -173,7 +162,7 @@ class ActivationCheckpoint(Technique):
         compiled = any(technique.phase == "compile" for technique in context.techniques)
         wraps: dict[WrapPlace, Wrap]
         if self.config.mode == "selective":
-            wraps = {"recompute": partial(_recomputed, policy=partial(_policy, _SAVED | part.costly))}
+            wraps = {"recompute": partial(_recomputed, policy=partial(_selective, _SAVED | part.costly))}
         elif not compiled or context.job.layout.degree_of("slices", "sliced") > 1:
             wraps = {"call": _recomputed}
         else:
@@ -228,17 +217,27 @@ def _writes_scores(operations: Iterable[Operation]) -> bool:
     return any(isinstance(op, Attention) and op.scores_written for op in operations)
 
 
-def _policy(saved: frozenset[OpOverload], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(saved: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(saved: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _may_draw(operation) else _policy(saved, context, operation)
+
+
+@cache
+def _may_draw(operation: Any) -> bool:
+    """Whether it can draw random numbers: in blocks, PyTorch's kernels of attention alone, which have a dropout."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
 
 def _whole_block(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Recompute all; PluginError for what draws: in graphs not from the default generators, which the run watches."""
-    if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
-        arguments = operation._schema.arguments
-        given = {argument.name: argument.default_value for argument in arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
-        if given.get("dropout_p", 1.0) != 0:
+    if _may_draw(operation):
+        (signature,) = get_signature_for_torch_op(operation)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments.get("dropout_p", 1.0) != 0:
             raise PluginError(
                 f"a block that is recomputed calls {operation}, which draws random numbers; draw by position with a "
                 "titan.contracts.RandomModule"

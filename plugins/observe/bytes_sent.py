@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 
 from titan.contracts import BuildContext, Measure, ModelPart, Technique, register
 from titan.contracts.base.collectives import around_each, bytes_to_others
@@ -78,9 +77,7 @@ class BytesSent(Technique):
             self._stop()
             self._stop = None
 
-    def _count(
-        self, operation: OpOverload, args: Sequence[Any], group: dist.ProcessGroup
-    ) -> AbstractContextManager[None]:
+    def _count(self, operation: Any, args: Sequence[Any], group: dist.ProcessGroup) -> AbstractContextManager[None]:
         if self._context.in_step:
             sent = bytes_to_others(operation, args, group.size(), group.rank())
             axes = self._axes.get(group.group_name)

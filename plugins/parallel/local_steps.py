@@ -35,7 +35,6 @@ that mixtures with one are near data parallelism with H 1, not equal to it. `eve
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -215,7 +214,7 @@ class LocalSteps(Technique):
             zeros = zeros.pin_memory()
         if not isinstance(like, DTensor):
             return zeros
-        return DTensor(zeros, copy(like._spec), requires_grad=False)  # type: ignore[no-untyped-call]
+        return _placed(zeros, like)
 
     def state_dict(self) -> dict[str, Any]:
         """What the workers agreed on, the momentum, and when each fragment is exchanged next."""
@@ -381,3 +380,10 @@ def decoded(rows: Tensor, form: str) -> Tensor:
     if form == "int4":
         numbers = torch.stack([numbers % 16, numbers // 16], -1).flatten(1)
     return ((numbers.float() - largest).unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
+
+
+def _placed(shard: Tensor, like: DTensor) -> Tensor:
+    """A DTensor of this shard, placed as a weight; `DTensor.from_local` would move it from the host to the GPU."""
+    names, context = like.__tensor_flatten__()
+    inner = {name: shard if isinstance(held := getattr(like, name), Tensor) else held for name in names}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())

@@ -283,8 +283,10 @@ class Float8(Technique):
         """Forget the scales, which are of the last step: a sample made now scales each weight as it is gathered."""
         for part in self._context.parts if self._context is not None else ():
             for _, weight in part.parameters():
-                if isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale"):
-                    weight._local_tensor._precomputed_scale = None
+                # The very tensors that it holds: to_local() makes one of its own, of a parameter.
+                for held in weight.__tensor_flatten__()[0] if isinstance(weight, DTensor) else ():
+                    if hasattr(local := getattr(weight, held), "_precomputed_scale"):
+                        local._precomputed_scale = None
 
 
 def _linears(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Linear]:

@@ -203,7 +203,7 @@ def recomputing(recipe: Any, saving: bool) -> tuple[Any, set[Any]]:
     config = Float8Config(recipe=recipe)
     float8._convert(layers, {"0", "2"}, config, emulate)
     costly = set() if config.mx else float8.MAXIMA
-    policy = partial(activation_checkpoint._policy, activation_checkpoint._SAVED | (costly if saving else set()))
+    policy = partial(activation_checkpoint._selective, activation_checkpoint._SAVED | (costly if saving else set()))
     return activation_checkpoint._recomputed(layers.forward, policy), costly
 
 

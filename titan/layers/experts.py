@@ -71,6 +71,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
 
 stacked_product.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
+STACKED_PRODUCT = torch.ops.titan.stacked_product.default
+"""`stacked_product` as dispatch modes and recomputation see it."""
+
 
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether PyTorch has one kernel for all matrices of a stack: CUDA's, in bfloat16, of rows aligned to 16 bytes."""

@@ -45,12 +45,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._triton import has_triton
 
 from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, copy_to, option, register
 from titan.contracts.base.cost import Attention
@@ -67,7 +67,7 @@ _RESTRICTED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_HOPPER = (9, 0)
+_HOPPER, _VOLTA = (9, 0), (7, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def _failure(backend: Name, setting: Setting, context: BuildContext) -> str:
     if backend in ("sdpa", "math"):
         return ""
     if backend == "flex":  # its kernel takes long to compile
-        return "" if has_triton() else "Triton is not installed"
+        return "" if _has_triton(context.device) else "Triton is not installed, or not for this GPU"
     core, length = AttentionCore(), 128
     heads = max(1, context.spec.n_heads // max(1, context.spec.n_kv_heads)), 1
     q, k, v = (
@@ -242,6 +242,15 @@ def _failure(backend: Name, setting: Setting, context: BuildContext) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
     return ""
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Whether the language of compiled kernels is there, for a GPU that it has kernels for."""
+    try:
+        import_module("triton")
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(device) >= _VOLTA
 
 
 def _error(*sentences: str) -> ConfigError:

@@ -132,11 +132,13 @@ class _OfParameters:
 
 def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same in memory of their own: autograd gives one tensor for several parameters, such as of a sum."""
-    taken, found = set[int](), list[Tensor | None]()
+    taken, found = set[torch.UntypedStorage](), list[Tensor | None]()
     for gradient in gradients:
-        storage = 0 if gradient is None else shard_of(gradient).untyped_storage()._cdata
-        found.append(gradient.clone() if gradient is not None and storage in taken else gradient)
-        taken.add(storage)
+        if gradient is not None:
+            storage = shard_of(gradient).untyped_storage()  # the same object for all tensors in it
+            gradient = gradient.clone() if storage in taken else gradient
+            taken.add(storage)
+        found.append(gradient)
     return found
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from titan.contracts import ModelPart, ModelSpec, host_like, locals_of
+from titan.contracts.base.collectives import tensors_of
 from titan.plugins.memory.offload.link import Way
 
 SMALLEST = 1 / 16
@@ -98,10 +97,10 @@ class _Layer:
 
     def __init__(self, offloader: Offloader, module: nn.Module, inputs: Any, before: "_Layer | None") -> None:
         self.offloader, self.before = offloader, before
-        hidden, *shared = tree_leaves(inputs)
+        hidden, *shared = tensors_of(inputs)
         self._smallest = sum(plain.nbytes for plain in locals_of(hidden)) * SMALLEST
-        self._module, self._shared = module, [one for one in shared if isinstance(one, Tensor)]
-        self._taken: dict[tuple[int, torch.dtype], _Kept] = {}
+        self._module, self._shared = module, shared
+        self._taken: dict[tuple[torch.UntypedStorage, torch.dtype], _Kept] = {}
         self._kept: list[weakref.ref[_Kept]] = []
         self._fetched: list[Tensor] = []
         self._here, self._copied = True, None
@@ -111,22 +110,22 @@ class _Layer:
         """What autograd keeps in place of a saved tensor: a function that returns it."""
         if hasattr(tensor, "trigger_wait"):  # what a collective returns, before it is there
             tensor = tensor.trigger_wait()
-        if is_traceable_wrapper_subclass(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):
             return self._pack_wrapper(tensor)
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor.dtype
+        storage = tensor.untyped_storage()  # the same object for all tensors in it
+        key = storage, tensor.dtype
         if key not in self._taken:
-            if storage.nbytes() < max(1.0, self._smallest) or self._stays(storage._cdata):
+            if storage.nbytes() < max(1.0, self._smallest) or self._stays(storage):
                 return lambda: tensor
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             self._taken[key] = _Kept(flat, self)
             self._kept.append(weakref.ref(self._taken[key]))
         return partial(self._taken[key].view, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _stays(self, storage: int) -> bool:
+    def _stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is of a weight, gathered perhaps, of a buffer, or of what layers share."""
         stay = (*self._module.parameters(), *self._module.buffers(), *self._shared)
-        return any(plain.untyped_storage()._cdata == storage for tensor in stay for plain in locals_of(tensor))
+        return any(plain.untyped_storage() is storage for tensor in stay for plain in locals_of(tensor))
 
     def _pack_wrapper(self, tensor: Tensor) -> Callable[[], Tensor]:
         names, context = tensor.__tensor_flatten__()

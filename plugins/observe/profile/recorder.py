@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
 from torch.profiler import profile, record_function
 
 from titan.contracts import Mesh
@@ -146,9 +145,7 @@ class Recorder:
         if self._on_device:
             torch.accelerator.synchronize(self._mesh.device)
 
-    def _annotated(
-        self, operation: OpOverload, args: Sequence[Any], group: dist.ProcessGroup
-    ) -> AbstractContextManager[Any]:
+    def _annotated(self, operation: Any, args: Sequence[Any], group: dist.ProcessGroup) -> AbstractContextManager[Any]:
         return record_function(OVER + self._groups.get(group.group_name, ""))
 
 

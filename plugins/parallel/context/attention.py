@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
-from torch._library.custom_ops import CustomOpDef
 
 from .blocks import Queries, Scores, chunks_of
 
@@ -183,7 +182,7 @@ def _gather_backward(
 # --- operations -----------------------------------------------------------------------------------------------------
 
 
-def _operation(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> CustomOpDef:
+def _operation(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """An operation that autograd, recomputation and `torch.compile` see as one, with its gradient."""
     operation = library.custom_op(f"titan::{name}", forward, mutates_args=())
     gradient = library.custom_op(f"titan::{name}_backward", backward, mutates_args=())

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -386,9 +385,12 @@ def _slices(flat: Tensor, share: Mapping[str, Sequence[Tensor]]) -> Iterable[tup
 
 
 def _as(value: Tensor, like: Tensor) -> Tensor:
-    """A tensor of a shard's shape, placed as a weight."""
+    """A tensor of a shard's shape, placed as a weight, but in host memory: `DTensor.from_local` would move it."""
     assert isinstance(like, DTensor)
-    return DTensor(value, copy(like._spec), requires_grad=False)  # type: ignore[no-untyped-call]
+    like = like.detach()
+    names, context = like.__tensor_flatten__()
+    inner = {name: value if isinstance(held := getattr(like, name), Tensor) else held for name in names}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
 
 
 def _local(tensor: Tensor) -> Tensor:

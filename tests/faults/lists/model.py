@@ -157,21 +157,14 @@ FAULTS = (
         ("tests/unit/test_recompute.py::test_compiling_for_cuda_takes_no_number_of_the_host_s_generator",)),
     Fault("random numbers drawn again in a graph that recomputes",
         "plugins/memory/activation_checkpoint.py::_whole_block",
-        'given.get("dropout_p", 1.0)', 'given.get("dropout_p", 0.0)',
+        'given.arguments.get("dropout_p", 1.0)', 'given.arguments.get("dropout_p", 0.0)',
         ("tests/unit/test_recompute.py::test_no_graph_recomputes_what_draws",)),
     Fault("a router that chooses again in backward", "plugins/memory/activation_checkpoint.py",
         "frozenset({torch.ops.aten.topk.default})", "frozenset()",
         ("tests/unit/test_recompute.py::test_a_graph_recomputes_all_but_choices",)),
-    Fault("attention recomputed by selective recomputation", "plugins/memory/activation_checkpoint.py",
-        "{torch.ops.aten.mm.default, torch.ops.aten.addmm.default, "
-        "torch.ops.aten._scaled_dot_product_flash_attention.default, "
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, "
-        "torch.ops.aten._scaled_dot_product_efficient_attention.default, "
-        "torch.ops.aten._scaled_dot_product_cudnn_attention.default, stacked_product._opoverload}",
-        "{torch.ops.aten.mm.default, torch.ops.aten.addmm.default, "
-        "torch.ops.aten._scaled_dot_product_flash_attention.default, "
-        "torch.ops.aten._scaled_dot_product_efficient_attention.default, "
-        "torch.ops.aten._scaled_dot_product_cudnn_attention.default, stacked_product._opoverload}", (RECOMPUTED,)),
+    Fault("attention recomputed by selective recomputation", "plugins/memory/activation_checkpoint.py::_selective",
+        "CheckpointPolicy.MUST_SAVE if _may_draw(operation) else _policy(saved, context, operation)",
+        "_policy(saved, context, operation)", (RECOMPUTED,)),
     Fault("a token that does not see itself in the key-value cache", "inference/cache.py::Cache.mask",
         "(there <= own) & (there > own - window) if window else there <= own",
         "(there <= own) & (there > own - window) if window else there < own",
