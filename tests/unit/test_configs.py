@@ -92,7 +92,7 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     (tmp_path / "x.py").touch()
     (place / "jobs" / "job.toml").write_text(RELATIVE)
     registry.load_plugins()
-    for name in ("_plugins", "_opened"):
+    for name in ("plugins", "opened"):
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(tmp_path))
