@@ -100,7 +100,7 @@ def _reader(name: str, ndim: int, zero: bool) -> Callable[[nn.Module], Tensor | 
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in a fifth of the host's time, for a gradient that is laid out as the parameter is."""
+    """`DTensor.to_local` with a backward of less host time, for a gradient that is laid out as the parameter is."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
