@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -50,6 +53,26 @@ class Slow(Text):
                 yield Document("more and more", "")
         yield from super().documents(file)
 '''
+
+
+def test_a_process_ends_after_native_code_that_it_has_left_behind() -> None:
+    """What such a thread raises while Python ends, aborts the process, whatever its exit code was to be."""
+    program = """
+        import os, sys, time
+        from titan.ranks.meeting.store import in_time
+
+        def connect() -> None:
+            time.sleep(0.5)
+            os.write(1, b"connected\\n")
+
+        try:
+            in_time(connect, 0)
+        except TimeoutError:
+            print("late", flush=True)
+            sys.exit(3)
+    """
+    process = subprocess.run([sys.executable, "-c", dedent(program)], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (3, "late\nconnected\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -210,7 +210,7 @@ class Expendable:
         answer the run loses nobody."""
         if self._store is None and self._reach is not None:
             try:
-                self._store = in_time(partial(self._reach, ANSWER_S), ANSWER_S)
+                self._store = in_time(partial(self._reach, ANSWER_S / 2), ANSWER_S)
             except (RuntimeError, OSError) as error:
                 log.log.debug(f"the store of node 0 does not answer: {error}")
             self._reach = None

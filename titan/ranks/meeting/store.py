@@ -1,5 +1,6 @@
 """The store where the ranks of a run meet: found within a limit, and in time for signals to be heard meanwhile."""
 
+import atexit
 import errno
 import os
 import socket
@@ -19,13 +20,17 @@ from titan.ranks.meeting import signals
 T = TypeVar("T")
 
 LOOK_S = 0.05  # between two looks: whether somebody listens, or native code has returned
+LEFT_S = 5.0  # longest wait, at the end of this process, for native code that took too long
 RESOLVE_S = 30.0  # longest wait until a host name resolves: that of a pod or a node that boots is known a little later
 _opened: dict[tuple[str, int], Store] = {}  # what this process has opened: rank 0 could not listen twice
 
 
 def in_time(work: Callable[[], T], limit_s: float) -> T:
     """The result of work that blocks in native code, on a thread of its own: this one hears signals meanwhile.
-    TimeoutError: it took longer, and the thread is left behind. Whatever the work raises is raised too."""
+
+    TimeoutError: it took longer, and the thread is left behind. Whatever the work raises is raised too. The end of the
+    process waits for a thread left behind, `LEFT_S` at most: native code that raises while Python ends, aborts it.
+    """
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -36,11 +41,15 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
 
     thread, deadline = Thread(target=run, daemon=True), time.monotonic() + limit_s
     thread.start()
-    while thread.is_alive():
-        thread.join(LOOK_S)
-        signals.check()
-        if time.monotonic() > deadline and thread.is_alive():
-            raise TimeoutError
+    try:
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            signals.check()
+            if time.monotonic() > deadline and thread.is_alive():
+                raise TimeoutError
+    finally:
+        if thread.is_alive():
+            atexit.register(thread.join, LEFT_S)
     return answer.result(0)
 
 
