@@ -12,7 +12,6 @@ import contextlib
 import faulthandler  # noqa: F401
 import gc
 import tempfile  # noqa: F401
-from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -33,7 +32,6 @@ with contextlib.suppress(ImportError):  # ranks import the module of their test,
     import pytest  # noqa: F401
 
 WORLD_SIZE = 62
-COMPILER = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher")
 
 
 def _step() -> None:
@@ -57,8 +55,8 @@ with (
     patch.object(torch.cuda, "is_available", return_value=False),
     patch.object(torch._C, "_ensureCUDADeviceGuardSet", create=True),
 ):
-    for module in COMPILER:
-        import_module(module)
+    torch.compile(torch.neg, backend="aot_eager")(torch.ones(1))
+    torch.compiler.reset()
     _step()
 dist.destroy_process_group()
 gc.collect()

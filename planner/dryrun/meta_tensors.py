@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
-from torch._library.custom_ops import OPDEFS
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.contracts.base.collectives import tensors_of
-from titan.planner.dryrun.operations import ATTENTION, ITEM, Operation
+from titan.contracts.base.collectives import Operation, schema_of, tensors_of
+from titan.layers.products import FLASH
+from titan.planner.dryrun.operations import ITEM
 
 _PLAIN = {Tensor, nn.Parameter}
 _META = torch.device("meta")
+_CPU = torch.DispatchKeySet(torch.DispatchKey.CPU)
 _LIFT = torch.ops.aten.lift_fresh.default
 _TYPES = {torch.bool: bool, torch.float16: float, torch.bfloat16: float, torch.float32: float, torch.float64: float}
 
@@ -52,9 +53,9 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return function(*args, **(kwargs or {}))
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
-        if own := OPDEFS.get(function._schema.name):
+        if function.namespace == "titan":
             with self:  # an operation written in Python: what it consists of is seen, one by one
-                return own._init_fn(*args, **(kwargs or {}))
+                return library.get_kernel(function, "CPU").call_boxed(_CPU, *args, **(kwargs or {}))
         answer = _ANSWERS.get(function)
         if answer is not None:
             return answer(args)
@@ -112,7 +113,7 @@ _KINDS: dict[Any, _Kind] = {}
 
 
 def _kind(function: Operation) -> _Kind:
-    schema = function._schema
+    schema = schema_of(function)
     tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     alone = [str(result.type) for result in schema.returns] == ["Tensor"]
     touched = any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
@@ -200,5 +201,5 @@ def _attention(
     """As one kernel, as a CPU and a GPU do it; for a device it does not know PyTorch would write all scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    out: Tensor = ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    out: Tensor = FLASH(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
     return out

@@ -7,6 +7,7 @@ the next one.
 """
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
@@ -27,6 +27,7 @@ from titan.planner.dryrun.kernels import as_on_a_gpu
 from titan.planner.dryrun.meta_tensors import MetaTensorMode, accepted
 from titan.planner.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.planner.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
+from titan.ranks.meeting.store import in_time
 from titan.ranks.process import Rank
 from titan.training.build import Core, state_now, wire
 from titan.training.gradients import Counts, NonfiniteGuard
@@ -52,9 +53,16 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
         raise ConfigError(f"rank {rank}: must be from 0 to {world_size - 1}")
     if dist.is_initialized():
         raise ConfigError("this process is in a process group; call dry_run from a process that has none")
+    # DTensor remembers what comes of a shape on a mesh, and takes the mesh of another rank for the same; each thread
+    # remembers for itself.
+    return in_time(lambda: _on_this_thread(job, rank, fused), math.inf)
+
+
+def _on_this_thread(job: Job, rank: int, fused: bool) -> DryRun:
     forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
     stands = standing_in_for("cuda") if fused else nullcontext()
+    world_size = job.layout.world_size
     with alone_as(rank, world_size), accepted(mode), stands, ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
@@ -80,16 +88,7 @@ def alone_as(rank: int, world_size: int) -> Iterator[None]:
         if collects:
             gc.enable()
         dist.destroy_process_group()
-        _forget_shards()
         gc.collect()
-
-
-def _forget_shards() -> None:
-    """DTensor remembers what comes of a shape on a mesh, and takes the mesh of another rank for the same."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache.cache_clear()
-    propagator._propagate_tensor_meta_cached.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 class _Trusting(NonfiniteGuard):
@@ -123,7 +122,7 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
     gc.collect()
     gc.disable()  # as in training
     with _progress(job.micro_batches * len(parts)) as advance:
-        watch = Watch(parts, advance, hosted=bool(job.stating("weights_on_host")))
+        watch = Watch(parts, lambda name: _groups(core)[name][1], advance, hosted=bool(job.stating("weights_on_host")))
         inputs = [t for batch in batches for t in vars(batch).values() if t is not None]
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
@@ -204,12 +203,16 @@ def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
 
 def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     """With the mesh axes of each group."""
-    assert dist.group.WORLD is not None
-    groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    for axes, group in core.context.mesh.groups():
-        groups[group.group_name] = axes, group.size()
+    axes_and_size = {name: (axes, group.size()) for name, (axes, group) in _groups(core).items()}
     found = [
-        CollectiveCount(kind, *groups.get(name, (name, 0)), size, sent, count)
+        CollectiveCount(kind, *axes_and_size.get(name, (name, 0)), size, sent, count)
         for (kind, name, size, sent), count in watch.sent.items()
     ]
     return tuple(sorted(found, key=lambda c: (c.axes, c.kind, -c.bytes)))
+
+
+def _groups(core: Core) -> dict[str, tuple[str, dist.ProcessGroup]]:
+    """Name of each process group -> its axes, and the group."""
+    assert dist.group.WORLD is not None
+    groups = [("world", dist.group.WORLD), *core.context.mesh.groups()]
+    return {group.group_name: (axes, group) for axes, group in groups}

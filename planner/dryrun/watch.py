@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan.contracts import ModelPart
 from titan.contracts.base import collectives
+from titan.contracts.base.collectives import Operation
 from titan.contracts.host import allocating_on_host, locals_of, on_host
 from titan.planner.dryrun import work
 from titan.planner.dryrun.memory import Account
 from titan.planner.dryrun.meta_tensors import MetaTensorMode
-from titan.planner.dryrun.operations import CAST, Operation
+from titan.planner.dryrun.operations import CAST
 from titan.planner.dryrun.step_position import PositionTracker
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -26,14 +28,22 @@ _CAST = CAST.overloadpacket
 
 
 class Watch:
-    """Observes the steps of these model parts. hosted: weights, gradients and state are in the host's memory.
+    """Observes the steps of these model parts.
+
+    group: finds a process group by its name.  hosted: weights, gradients and state are in the host's memory.
 
     memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective,
     group name, bytes, bytes that this rank sends).  computing: unsharded parameters that modules compute with, by id.
     """
 
-    def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object], hosted: bool = False) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        parts: Sequence[ModelPart],
+        group: Callable[[str], dist.ProcessGroup],
+        on_micro_batch: Callable[[], object],
+        hosted: bool = False,
+    ) -> None:
+        self.parts, self._group = parts, group
         self._trained = {"parameters": HOST, "gradients": HOST, "optimizer": HOST} if hosted else {}
         self.memory = Account()
         self.position = PositionTracker(parts, self._see_gathered, on_micro_batch)
@@ -60,7 +70,7 @@ class Watch:
         elif not (collectives.is_collective(function) or work.computes(packet)):
             self._idle.add(packet)
         if collectives.is_collective(function):
-            group, kind = collectives.group_of(args), collectives.kind_of(function)
+            group, kind = collectives.group_of(function, args, self._group), collectives.kind_of(function)
             sent = collectives.bytes_to_others(function, (*args, out), group.size(), group.rank())
             self.sent[kind, group.group_name, collectives.payload(args, out), sent] += 1
             for tensor in collectives.tensors_of(args) if collectives.in_place(function) else ():

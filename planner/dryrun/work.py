@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from titan.planner.dryrun.operations import ATTENTION, ATTENTION_BACKWARD, Operation
+from titan.contracts.base.collectives import Operation
+from titan.layers.products import FLASH, FLASH_BACKWARD
 
-_ATTENTION, _ATTENTION_BACKWARD = ATTENTION.overloadpacket, ATTENTION_BACKWARD.overloadpacket
+_FORWARD, _BACKWARD = FLASH.overloadpacket, FLASH_BACKWARD.overloadpacket
 
 
 def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, products: tuple[int, int]) -> int:
@@ -27,9 +28,9 @@ def flops_of(operation: Operation, args: Any, kwargs: Mapping[str, Any], out: An
     Attention saves no scores: its backward recomputes them, one product in five.
     """
     packet = operation.overloadpacket
-    if packet is _ATTENTION:
+    if packet is _FORWARD:
         return attention_flops(args[0].shape, args[1].shape, args[2].shape, (1, 1)), 0
-    if packet is _ATTENTION_BACKWARD:
+    if packet is _BACKWARD:
         shapes = args[1].shape, args[2].shape, args[3].shape
         return attention_flops(*shapes, (3, 2)), attention_flops(*shapes, (1, 0))
     formula = flop_registry.get(packet)
@@ -38,4 +39,4 @@ def flops_of(operation: Operation, args: Any, kwargs: Mapping[str, Any], out: An
 
 def computes(packet: object) -> bool:
     """Whether `flops_of` counts FLOPs for this operation."""
-    return packet in (_ATTENTION, _ATTENTION_BACKWARD) or packet in flop_registry
+    return packet in (_FORWARD, _BACKWARD) or packet in flop_registry

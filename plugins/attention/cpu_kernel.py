@@ -52,6 +52,7 @@ import torch
 from torch import Tensor, library
 
 from titan.errors import ConfigError
+from titan.layers.products import FLASH, FLASH_BACKWARD
 from titan.paths import expanded, temporary_folder, told
 
 _log = logging.getLogger("titan.attention")
@@ -325,7 +326,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """(output as of `cpu_attention`, natural log of the sums of the softmax [B, H, S] float32)."""
     if q.is_meta:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
+        return FLASH(q, k, v, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
     if (wide := computed_in(q.dtype)) != q.dtype:
         out, lse = _attention(q.to(wide), k.to(wide), v.to(wide), documents, scale, window)
         return out.to(q.dtype), lse
@@ -348,8 +349,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.is_meta:
-        operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return operation(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+        return FLASH_BACKWARD(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # type: ignore[no-any-return]
     if (wide := computed_in(q.dtype)) != q.dtype:
         given = [tensor.to(wide) for tensor in (grad, q, k, v, out)]
         dq, dk, dv = _attention_backward(*given, lse, documents, scale, window)

@@ -152,6 +152,8 @@ def test_every_operation_of_pytorch_has_a_kind() -> None:
     known = {*collectives.PASSES, "broadcast", "reduce", "gather", "scatter", "send", *collectives.SILENT}
     assert {name: kind for name, kind in kinds.items() if kind not in known} == {}
     assert kinds["_c10d_functional.all_reduce_coalesced.default"] == "all_reduce"
+    counted = {f"c10d.{name}.default" for name in collectives.C10D.split()}
+    assert {name for name in kinds if name.startswith("c10d.")} <= counted
 
 
 def test_whoever_issues_a_collective() -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.operations import Watch
@@ -24,6 +23,7 @@ from titan.testing.ranks import run_ranks
 
 T = 48  # chunks of 24, 12, 8 and 6 positions at sizes 1 to 4
 HEADS = 12
+CPU = torch.DispatchKeySet(torch.DispatchKey.CPU)
 SLOPES = tuple(2 ** -(head / 3) for head in range(HEADS))
 METHODS = ("ring", "gather", "ulysses")
 
@@ -258,10 +258,11 @@ def test_implementations_run_on_meta_tensors(label: str) -> None:
         "gather_attention": {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1},
     }
     for name, collectives in expected.items():
-        forward, backward = (OPDEFS[f"titan::{name}{suffix}"] for suffix in ("", "_backward"))
+        forward, backward = (getattr(torch.ops.titan, f"{name}{suffix}").default for suffix in ("", "_backward"))
+        of_forward, of_backward = (torch.library.get_kernel(operation, "CPU") for operation in (forward, backward))
         with _counting(seen := Counter()):
-            results = forward._init_fn(q, k, v, *rest)
-            gradients = backward._init_fn(grad, q, k, v, *results, *rest)
+            results = of_forward.call_boxed(CPU, q, k, v, *rest)
+            gradients = of_backward.call_boxed(CPU, grad, q, k, v, *results, *rest)
         supposed = forward(q, k, v, *rest), backward(grad, q, k, v, *results, *rest)
         for real, fake in zip((*results, *gradients), (t for pair in supposed for t in pair), strict=True):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)

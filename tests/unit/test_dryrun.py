@@ -191,6 +191,8 @@ def test_ranks_in_one_process_do_not_share_shapes() -> None:
     """An uneven vocabulary gives ranks of equal meshes other shapes."""
     first, last = (dry_run(_job(*ONE, "--mesh.tp", "2"), rank) for rank in (0, 1))
     assert first.parameters - last.parameters == 2 * DIM
+    for rank in (0, 3):
+        assert dry_run(_job(*ONE, "--mesh.dp_shard", "2", "--mesh.tp", "2"), rank).rank == rank
     with pytest.raises(ConfigError, match="rank 2: must be from 0 to 1"):
         dry_run(_job(*TWO), 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -104,8 +104,6 @@ class Tracker(Plugin, ABC):
 def annotated(phase: Literal["data", "forward and backward", "gradients", "optimizer"]) -> AbstractContextManager[Any]:
     """The body is this phase of a step in the trace of torch.profiler, under the name `titan: PHASE`.
 
-    data: the wait for the loader.  gradients: what techniques reduce after the passes of all micro batches. Without a
-    profiler it costs 0.1 us; a `record_function` would cost 30.
+    data: the wait for the loader.  gradients: what techniques reduce after the passes of all micro batches.
     """
-    recorded = torch._C._autograd._profiler_enabled()
-    return torch.profiler.record_function(f"titan: {phase}") if recorded else nullcontext()
+    return torch.profiler.record_function(f"titan: {phase}")  # 8 us on the host, with a profiler or without

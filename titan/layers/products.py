@@ -13,12 +13,14 @@ still multiplied in bf16.
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _BF16 = (("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"), ("avx_vnni", "avx_ne_convert", "avx_vnni_int8"))
 """Sets of instructions of x86 with each of which oneDNN multiplies bf16 matrices."""
@@ -84,8 +86,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+class _Listed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports the compiler, which takes a second
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of(call: Callable[[], object]) -> list[Any]:
+    """The operations that a call runs, in order: how to come by those to which PyTorch gives no public name."""
+    with _Listed() as listed:
+        call()
+    return listed.ran  # type: ignore[no-any-return]
+
+
+def _attend_once() -> None:
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        row = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
+        out = F.scaled_dot_product_attention(row, row, row)
+    # The node itself, as autograd's engine starts threads, which a process that forks later must not have.
+    node: Any = out.grad_fn
+    node(out)
+
+
+_ran = [operation for operation in operations_of(_attend_once) if "flash" in str(operation)]
+FLASH, FLASH_BACKWARD = _ran
+"""PyTorch's flash kernel for CPUs, with the log of the softmax's sums, and its backward, which no public call gives."""
 
 
 class _Attention(torch.autograd.Function):
@@ -93,7 +126,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        out, lse = _flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+        out, lse = FLASH(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.scale = scale
         return out  # type: ignore[no-any-return]
@@ -127,5 +160,5 @@ def attention_backward(
     dtype = given[1].dtype
     if in_float32(given[1]):
         given, mask = [t.float() for t in given], None if mask is None else mask.float()
-    of_q, of_k, of_v = _flash_backward(*given, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    of_q, of_k, of_v = FLASH_BACKWARD(*given, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return of_q.to(dtype), of_k.to(dtype), of_v.to(dtype)

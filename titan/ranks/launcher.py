@@ -7,6 +7,8 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import torch
+
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError
 from titan.machine import raise_descriptor_limit
 from titan.ranks.meeting import launch_env, rendezvous, slurm
@@ -52,7 +54,8 @@ def start(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch_env.cores() // place.ranks)))
     forkable = sys.platform == "linux" and launch_env.gpus() == 0
     if forkable:
-        for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
+        torch.optim.SGD([torch.zeros(())])  # the first optimizer of a process imports the compiler
+        for module in fork_with:
             importlib.import_module(module)
     try:
         with rendezvous.meet(place, statement, limit_s) as others:

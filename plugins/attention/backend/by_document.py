@@ -26,10 +26,9 @@ from torch import Tensor, library
 
 from titan.contracts import host_values
 from titan.layers.attention import AttentionCore, attend
-from titan.layers.products import attention_backward
+from titan.layers.products import FLASH, attention_backward
 
 _aten = torch.ops.aten
-_flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 
 # A graph cannot replay what the host does with the documents' values.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -130,7 +129,7 @@ def _by_document(
     for row, queries, keys in runs.pieces(q.shape[2], window):
         mask = masks.of(queries, keys)
         own = (t[row : row + 1, :, at] for t, at in ((q, queries), (k, keys), (v, keys)))
-        one, sums = _flash_cpu(*own, 0.0, mask is None, attn_mask=mask, scale=scale)
+        one, sums = FLASH(*own, 0.0, mask is None, attn_mask=mask, scale=scale)
         out[row, :, queries], lse[:, row, queries] = one[0], sums[0]
     return out, lse
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.layers.products import attention_backward
+from titan.layers.products import FLASH, attention_backward
 
 _aten = torch.ops.aten
 
@@ -137,7 +137,7 @@ def forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | 
     if q.device.type == "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = FLASH(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 

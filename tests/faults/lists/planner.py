@@ -13,6 +13,9 @@ MEMORY = "tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run"
 SAVINGS = "tests/unit/test_savings_memory.py::test_predicted_memory_is_that_of_the_dry_run"
 
 FAULTS = (
+    Fault("shapes of one rank's shards taken for another's", "planner/dryrun/run.py::dry_run",
+        "in_time(lambda: _on_this_thread(job, rank, fused), math.inf)", "_on_this_thread(job, rank, fused)",
+        ("tests/unit/test_dryrun.py::test_ranks_in_one_process_do_not_share_shapes",)),
     Fault("the cast of a head's weight that shrinks with a loss's chunks", "plugins/precision/float8.py::Float8.cost",
         "replace(self._casts(head, tokens), scratch=each * words * tokens, fixed_scratch=fixed)",
         "replace(self._casts(head, tokens), scratch=each * words * tokens, fixed_scratch=0)",

@@ -3,17 +3,18 @@
 `sent_bytes` is the one rule for bytes on the wire: of the metric `bytes_sent`, of the dry run, and of predicted times.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as _c10d
-from torch._ops import OpOverload
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+Operation: TypeAlias = Any
+"""What a dispatch mode is called with, such as `torch.ops.aten.mm.default`; its class has no public name."""
 
 PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Kind -> how often a ring passes the whole tensor around."""
@@ -22,25 +23,33 @@ SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")
 """Collectives in which a rank sends no numbers."""
 
 
-def _name(operation: OpOverload) -> str:
-    name: str = operation.name()  # type: ignore[no-untyped-call]
+@cache
+def schema_of(operation: Operation) -> Any:
+    """The arguments and the results of an operation: name and type of each."""
+    found: Any = get_signature_for_torch_op(operation, return_schemas=True)
+    return found[1][0]
+
+
+def _name(operation: Operation) -> str:
+    name: str = operation.name()
     return name.rpartition("::")[2].partition(".")[0]
 
 
-def is_collective(operation: OpOverload) -> bool:
+def is_collective(operation: Operation) -> bool:
     """Whether an operation communicates with other ranks."""
     local = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan")
     name = _name(operation)
-    return operation.namespace in ("c10d", "_c10d_functional") and name not in local
+    namespace: str = operation.namespace
+    return namespace in ("c10d", "_c10d_functional") and name not in local
 
 
-def in_place(operation: OpOverload) -> bool:
+def in_place(operation: Operation) -> bool:
     """Whether a collective writes to buffers passed in, as those of FSDP and the pipeline do."""
-    return operation.namespace == "c10d"
+    return bool(operation.namespace == "c10d")
 
 
 @cache
-def kind_of(operation: OpOverload) -> str:
+def kind_of(operation: Operation) -> str:
     """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
     name = _name(operation).strip("_").removesuffix("_out")
     flat = name.replace("_", "")  # PyTorch has other names too: allgather_base, all_gather_into_tensor_coalesced
@@ -48,14 +57,22 @@ def kind_of(operation: OpOverload) -> str:
     return next((kind for kind in PASSES if flat.startswith(kind.replace("_", ""))), others.get(name, name))
 
 
-def group_of(args: Any) -> dist.ProcessGroup:
-    """The process group in a collective's arguments."""
-    for arg in reversed(args):
-        if isinstance(arg, str):
-            return _c10d._resolve_process_group(arg)  # type: ignore[arg-type, unused-ignore]
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg)
-    raise AssertionError("a collective without a process group")
+@cache
+def _group_place(operation: Operation) -> int | None:
+    """Which of its arguments is the process group; None: no argument is."""
+    types = enumerate(str(argument.type) for argument in schema_of(operation).arguments)
+    return next((place for place, kind in types if "ProcessGroup" in kind), None)
+
+
+def group_of(operation: Operation, args: Any, named: Callable[[str], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The process group of a collective with these arguments.
+
+    named: finds a group by its name, which functional collectives are given.
+    """
+    place = _group_place(operation)
+    if place is not None:
+        return dist.ProcessGroup.unbox(args[place])
+    return named(next(arg for arg in reversed(args) if isinstance(arg, str)))
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -86,14 +103,14 @@ def sent_bytes(kind: str, whole: float, ranks: int) -> float:
     return PASSES.get(kind, 1.0) * (ranks - 1) / ranks * whole
 
 
-def bytes_to_others(operation: OpOverload, args: Any, ranks: int, rank: int) -> float:
+def bytes_to_others(operation: Operation, args: Any, ranks: int, rank: int) -> float:
     """`sent_bytes` of a collective that this rank calls with these arguments.
 
     ranks, rank: of its group. Exact for an all-to-all, whose shares may differ: all but what stays on this rank.
     """
     kind = kind_of(operation)
     if kind == "all_to_all":
-        given = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)}
+        given = {argument.name: value for argument, value in zip(schema_of(operation).arguments, args, strict=False)}
         if "input_tensors" in given:
             return float(sum(tensor.nbytes for place, tensor in enumerate(given["input_tensors"]) if place != rank))
         whole: int = given["input"].nbytes
@@ -104,10 +121,16 @@ def bytes_to_others(operation: OpOverload, args: Any, ranks: int, rank: int) -> 
     return sent_bytes(kind, payload(args, ()), ranks)
 
 
-Around = Callable[[OpOverload, Sequence[Any], dist.ProcessGroup], AbstractContextManager[Any]]
+Around = Callable[[Operation, Sequence[Any], dist.ProcessGroup], AbstractContextManager[Any]]
 """(operation, its arguments, its group) -> a context in which the collective is called; from any thread."""
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+C10D = (
+    "allreduce_ allreduce_coalesced_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ _allgather_base_ "
+    "alltoall_ alltoall_base_ barrier monitored_barrier_ broadcast_ gather_ gather_into_tensor_ scatter_ reduce_ "
+    "reduce_scatter_ reduce_scatter_tensor_coalesced_ _reduce_scatter_base_ send recv_ recv_any_source_"
+)
+"""The collectives of the namespace `c10d`, of which a PyTorch may lack some."""
+
 _around: list[Around] = []
 _kernels: list[Any] = []
 
@@ -122,13 +145,12 @@ def around_each(around: Around) -> Callable[[], None]:
     """
     if not _around:
         kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name in filter(re.compile("c10d::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names()):
-            operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-            arguments = enumerate(operation._schema.arguments)
-            place = next((place for place, of in arguments if "ProcessGroup" in str(of.type)), None)
-            if place is not None:
-                kernel = partial(_pass, operation, place)
-                kernels.impl(operation._schema.name, kernel, "BackendSelect", with_keyset=True)
+        for name in filter(partial(hasattr, torch.ops.c10d), C10D.split()):
+            operation = getattr(torch.ops.c10d, name).default
+            place = _group_place(operation)
+            assert place is not None
+            kernel = partial(_pass, operation, place)
+            kernels.impl(name, kernel, "BackendSelect", with_keyset=True)
         _kernels.append(kernels)
     _around.append(around)
 
@@ -140,9 +162,9 @@ def around_each(around: Around) -> Callable[[], None]:
     return stop
 
 
-def _pass(operation: OpOverload, place: int, keys: Any, *args: Any) -> Any:
+def _pass(operation: Operation, place: int, keys: Any, *args: Any) -> Any:
     """A collective that has its group at this place of its arguments goes on to the device's kernel."""
     with ExitStack() as contexts:
         for around in tuple(_around):
             contexts.enter_context(around(operation, args, dist.ProcessGroup.unbox(args[place])))
-        return operation.redispatch(keys & _BELOW, *args)
+        return operation.redispatch(keys.remove(keys.highestPriorityTypeId()), *args)

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titan.contracts.base.batch import Batch
 from titan.contracts.base.casts import CastParameters
+from titan.contracts.base.collectives import Operation
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
@@ -82,7 +82,7 @@ class ModelPart:
     shared: frozenset[str] = frozenset()
     hidden_split: int = 1
     length_multiple: int = 1
-    costly: set[OpOverload] = field(default_factory=set)
+    costly: set[Operation] = field(default_factory=set)
     used_gradients: dict[str, Tensor] = field(default_factory=dict)
     runner: nn.Module = field(init=False)
 
