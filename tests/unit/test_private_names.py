@@ -2,8 +2,18 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("titan", "plugins", "planner", "inference", "testing")
@@ -65,9 +75,56 @@ def _found() -> set[str]:
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-def test_every_private_name_of_pytorch_has_a_reason() -> None:
+def _rows() -> list[tuple[str, str]]:
+    """(name, what for) of the table."""
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").partition("## Private names of PyTorch")[2]
-    rows = re.findall(r"^\| (`.+?) \| .+ \|$", page.partition("\n## ")[0], re.MULTILINE)
-    listed = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("\n## ")[0], re.MULTILINE)
+    return [(name, what_for) for names, what_for in rows for name in re.findall(r"`(.+?)`", names)]
+
+
+def test_every_private_name_of_pytorch_has_a_reason() -> None:
+    listed, found = [name for name, _ in _rows()], _found()
     assert len(listed) == len(set(listed))
-    assert set(listed) == _found()
+    new, gone = sorted(found - set(listed)), sorted(set(listed) - found)
+    assert not new, f"private names of PyTorch: {new}: look for a public way, else give the reason in docs/versions.md"
+    assert not gone, f"no code uses {gone} any more: take them out of the table in docs/versions.md"
+
+
+def _node() -> object:
+    return torch.ones(1, requires_grad=True).exp().grad_fn
+
+
+OWNERS: dict[str, Callable[[], object]] = {
+    "_version": lambda: torch.ones(1),
+    "_parameters": nn.Module,
+    "_flatten": lambda: DeviceMesh,
+    "_unflatten": lambda: DeviceMesh,
+    "_Options": lambda: dist.ProcessGroupGloo,
+    "_devices": lambda: dist.ProcessGroupGloo._Options(),
+    "_threads": lambda: dist.ProcessGroupGloo._Options(),
+    "_spec": lambda: SimpleNamespace(**DTensor.__annotations__),
+    "_dump_snapshot": lambda: torch.cuda.memory,
+    "_record_memory_history": lambda: torch.cuda.memory,
+    "_get_fsdp_state": lambda: FSDPModule,
+    "_root_post_backward_final_callback": lambda: resolve_name(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+    ),
+    "_sequence_nr": _node,
+}
+"""Names that stand for an attribute -> what has it; else an operation of ATen has the name."""
+
+
+@pytest.mark.parametrize(("name", "what_for"), _rows())
+def test_this_pytorch_has_the_name(name: str, what_for: str) -> None:
+    """What breaks where PyTorch has dropped it is `what_for`."""
+    assert _is_there(name), f"PyTorch {torch.__version__} has no {name}, which titan needs: {what_for}"
+
+
+def _is_there(name: str) -> bool:
+    if not name.startswith("torch."):
+        return hasattr(OWNERS.get(name, lambda: torch.ops.aten)(), name)
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
