@@ -8,6 +8,8 @@ and new line breaks and comments. Names of builtins, numbers, strings and operat
 
 import ast
 import builtins
+import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,36 +44,55 @@ def replaced(source: str, function: str, piece: Piece) -> str:
 
     function: name of a function, method ("Class.method") or class (its own lines, without methods); empty for the
     module's own lines. Where the module has no such function, it has another name by now: then it is the one with `of`
-    such pieces whose names agree most with `old`.
+    such pieces whose names agree most with `old`, and a warning says which.
 
     Raises:
         SyntaxError: the new code does not compile there.
-        ValueError: the function does not have exactly `of` such pieces, or it is gone and no other one is the nearest.
+        ValueError: the function does not have exactly `of` such pieces, or it is gone and no other one is the nearest;
+            or the new code changes nothing.
     """
     old, new = _parsed(piece.old), _parsed(piece.new)
     if not (_is_expression(old) and _is_expression(new)):
         old, new = _as_statements(old), _as_statements(new)
     tree = ast.parse(source)
+    before = ast.unparse(tree)
     scopes = _scopes(tree)
     searched = {function: scopes[function]} if function in scopes else scopes
     found = {name: list(_found(old, roots)) for name, roots in searched.items()}
-    fitting = [places[piece.nth - 1] for places in found.values() if len(places) == piece.of]
-    nearest = max((meaning.agreeing for _, meaning in fitting), default=0)
-    at = [(place, meaning) for place, meaning in fitting if meaning.agreeing == nearest]
+    fitting = [(name, *places[piece.nth - 1]) for name, places in found.items() if len(places) == piece.of]
+    nearest = max((meaning.agreeing for *_, meaning in fitting), default=0)
+    at = [one for one in fitting if one[2].agreeing == nearest]
     if len(at) != 1:
         raise ValueError(_miss(function, piece, {name: len(places) for name, places in found.items()}))
-    place, meaning = at[0]
+    ((name, place, meaning),) = at
+    if name != function:
+        warnings.warn(f"there is no {function}: {piece.old!r} is changed in {name or 'the module'}", stacklevel=2)
     _put(place, len(old), _renamed(new, meaning))
     changed = ast.unparse(ast.fix_missing_locations(tree))
     compile(changed, "the new code", "exec")
+    if changed == before:
+        raise ValueError(f"{piece.new!r} in place of {piece.old!r} changes nothing")
     return changed
+
+
+def unknown_names(source: str) -> set[str]:
+    """Names that a module reads, and gives to nothing."""
+    read: set[str] = set()
+    given = {*_BUILTINS, "__file__"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+            continue
+        names = [value for name in _NAMES if name != "attr" and isinstance(value := getattr(node, name, None), str)]
+        given.update(names, (name.partition(".")[0] for name in names if isinstance(node, ast.alias)))
+    return read - given
 
 
 def _parsed(code: str) -> _Nodes:
     try:
-        statements = ast.parse(code).body
+        statements = ast.parse(textwrap.dedent(code)).body
     except SyntaxError as error:
-        raise ValueError(f"{code!r} is not Python: {error}") from None
+        raise ValueError(f"{code!r} is not Python: {error}; the body of a statement may be `...`") from None
     if len(statements) == 1 and isinstance(statements[0], ast.Expr):
         return [statements[0].value]
     return statements or ast.parse("pass").body
@@ -154,7 +175,7 @@ def _places(node: ast.AST, *, inside: bool) -> Iterator[_Place]:
 
 def _same(pattern: object, there: object, meaning: _Meaning) -> bool:
     if isinstance(pattern, list) and isinstance(there, list):
-        if _is_any_body(pattern):
+        if there and _is_any_body(pattern):
             meaning.bodies.append(there)
             return True
         return len(pattern) == len(there) and all(_same(a, b, meaning) for a, b in zip(pattern, there, strict=True))
@@ -206,8 +227,10 @@ def _put(place: _Place, count: int, new: _Nodes) -> None:
 
 def _miss(function: str, piece: Piece, counts: dict[str, int]) -> str:
     if list(counts) == [function]:
-        where = f"{function or 'the module'} has it {counts[function]} times"
+        where = f"{function or 'the module'} has it {counts[function]} times, whatever its names"
     else:
         having = ", ".join(f"{name or 'the module'} ({count})" for name, count in counts.items() if count)
         where = f"there is no function {function}, and others have it: {having or 'none'}"
-    return f"{piece.old!r}: {where}, required: {piece.of}; adapt the function, `old` or `of`"
+    if _is_expression(_parsed(piece.old)) and not _is_expression(_parsed(piece.new)):
+        where += ", as a statement of its own, since the new code is no expression"
+    return f"{piece.old!r}: {where}, required: {piece.of}; name another function, or a longer piece around it"

@@ -32,12 +32,13 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The mode sees operations below autograd and below wrappers such as DTensor. PyTorch's fake tensors would report a
     CPU device, but take three times as long.
 
-    look: called after each operation; None: not called.
+    look: called after each operation; None: not called.  stopped: set by another thread, which wants this one to end.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.look: Look | None = None
+        self.stopped = False
         self._off = False
         self._made: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
 
@@ -53,6 +54,8 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return function(*args, **(kwargs or {}))
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
+        if self.stopped:
+            raise KeyboardInterrupt
         if function.namespace == "titan":
             with self:  # an operation written in Python: what it consists of is seen, one by one
                 return library.get_kernel(function, "CPU").call_boxed(_CPU, *args, **(kwargs or {}))
@@ -113,7 +116,11 @@ _KINDS: dict[Any, _Kind] = {}
 
 
 def _kind(function: Operation) -> _Kind:
-    schema = schema_of(function)
+    try:
+        schema = schema_of(function)
+    except (NameError, ValueError):  # three operations of PyTorch have arguments that Python cannot have
+        kind = _KINDS[function] = _Kind(placed=False, made=False, pure=False)
+        return kind
     tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     alone = [str(result.type) for result in schema.returns] == ["Tensor"]
     touched = any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))

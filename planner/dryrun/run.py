@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
 from titan.contracts.host import locals_of
-from titan.errors import ConfigError
+from titan.errors import ConfigError, PluginError
 from titan.layers.attention import forget_masks
 from titan.machine import standing_in_for
 from titan.planner.dryrun.kernels import as_on_a_gpu
@@ -55,12 +56,15 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
         raise ConfigError("this process is in a process group; call dry_run from a process that has none")
     # DTensor remembers what comes of a shape on a mesh, and takes the mesh of another rank for the same; each thread
     # remembers for itself.
-    return in_time(lambda: _on_this_thread(job, rank, fused), math.inf)
-
-
-def _on_this_thread(job: Job, rank: int, fused: bool) -> DryRun:
-    forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
+    try:
+        return in_time(lambda: _on_this_thread(job, rank, fused, mode), math.inf)
+    finally:
+        mode.stopped = True
+
+
+def _on_this_thread(job: Job, rank: int, fused: bool, mode: MetaTensorMode) -> DryRun:
+    forget_masks()  # of an earlier dry run
     stands = standing_in_for("cuda") if fused else nullcontext()
     world_size = job.layout.world_size
     with alone_as(rank, world_size), accepted(mode), stands, ExitStack() as meta:
@@ -122,7 +126,7 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
     gc.collect()
     gc.disable()  # as in training
     with _progress(job.micro_batches * len(parts)) as advance:
-        watch = Watch(parts, lambda name: _groups(core)[name][1], advance, hosted=bool(job.stating("weights_on_host")))
+        watch = Watch(parts, partial(_group, core), advance, hosted=bool(job.stating("weights_on_host")))
         inputs = [t for batch in batches for t in vars(batch).values() if t is not None]
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
@@ -209,6 +213,14 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
         for (kind, name, size, sent), count in watch.sent.items()
     ]
     return tuple(sorted(found, key=lambda c: (c.axes, c.kind, -c.bytes)))
+
+
+def _group(core: Core, name: str) -> dist.ProcessGroup:
+    groups = _groups(core)
+    if name not in groups:
+        why = f"a functional collective over the group {name}, which the mesh does not have; make it with Mesh.flat"
+        raise PluginError(f"{why}, or give the collective a ProcessGroup")
+    return groups[name][1]
 
 
 def _groups(core: Core) -> dict[str, tuple[str, dist.ProcessGroup]]:

@@ -162,13 +162,23 @@ def test_assert_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (package / "test_value.py").write_text(test)
     file = f"{source}/value_of_one.py"
     monkeypatch.chdir(package)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert_caught(Path(), file, "VALUE = 1", "VALUE = 3", "test_value.py")
-    with pytest.raises(AssertionError, match=r"(?s)does not fail with 'OTHER = 2' replaced.*1 passed"):
+    with pytest.raises(AssertionError, match=r"(?s)to fail with 'OTHER = 2' replaced.*but all tests pass.*1 passed"):
         assert_caught(package, file, "OTHER = 2", "OTHER = 3", "test_value.py::test_value")
     with pytest.raises(ValueError, match="'absent > 1': the module has it 0 times"):
         assert_caught(package, file, "absent > 1", "x", "no_such_test.py")  # before any test is run
+    with pytest.raises(ValueError, match="has nothing that is called value"):
+        assert_caught(package, file, "VALUE = 1", "VALUE = value", "test_value.py")
+    with pytest.raises(ValueError, match=r"elsewhere.py does not lie below .*package"):
+        assert_caught(package, file, "VALUE = 1", "VALUE = 3", "../elsewhere.py")
+    (tmp_path / "linked.py").write_text("VALUE = 1")
+    (package / "link.py").symlink_to(tmp_path / "linked.py")
+    for outside in ("link.py", str(tmp_path / "linked.py"), "none.py"):
+        with pytest.raises(ValueError, match=r"no such file lies below .*as in mine.py::Mine.step"):
+            assert_caught(package, outside, "VALUE = 1", "VALUE = 3", "test_value.py")
     (package / source / "value_of_one.py").write_text("VALUE = 4\n")
-    with pytest.raises(AssertionError, match=r"(?s)test_value.py fails without a fault.*assert 4 == 1"):
+    with pytest.raises(AssertionError, match=r"(?s)without a fault, test_value.py::test_value fails.*assert 4 == 1"):
         assert_caught(package, file, "VALUE = 4", "VALUE = 1", "test_value.py")
 
 

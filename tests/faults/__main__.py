@@ -13,7 +13,9 @@ from pathlib import Path
 
 from tests.faults import FAULTS, trial
 from tests.faults.trial import Verdict
-from titan.testing.faults import Fault
+from titan.testing.faults import Fault, end_leftovers
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     verdicts, unsound = judged(wanted, given.jobs, sound=not given.skip_sound)
     _report(verdicts, unsound, time.perf_counter() - began, as_json=given.json)
+    if len(verdicts) < len(wanted):
+        print(f"interrupted: {len(wanted) - len(verdicts)} faults were not tried", file=sys.stderr)
+        return INTERRUPTED
     return int(bool(unsound) or not all(verdict.caught for verdict in verdicts))
 
 
@@ -41,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description="plant faults in copies of the checkout, and see which test fails"
     )
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="faults with this in their name")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="faults with this in their name; may be repeated"
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and their tests, run nothing")
     parser.add_argument(
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time, at least 1 (%(default)s)"
@@ -56,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def judged(faults: Sequence[Fault], jobs: int, *, sound: bool) -> tuple[list[Verdict], str]:
     """Try all faults, `jobs` at a time; their verdicts in order, and what is wrong with the tests without faults.
 
-    sound: whether to run the tests without faults, beside the trials.
+    sound: whether to run the tests without faults, beside the trials. After Ctrl-C, the verdicts so far.
     """
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
@@ -66,12 +73,17 @@ def judged(faults: Sequence[Fault], jobs: int, *, sound: bool) -> tuple[list[Ver
             tests = list(dict.fromkeys(test for fault in faults for test in fault.tests))
             checking = pool.submit(trial.without_faults, tests, source) if sound else None
             waiting = [pool.submit(trial.judge, fault, source, folder) for fault in faults]
-            for done in as_completed(waiting):
-                verdict = done.result()
-                found[verdict.fault.name] = verdict
-                print(f"[{len(found)}/{len(faults)}] {line(verdict)}", file=sys.stderr, flush=True)
-            unsound = checking.result() if checking else ""
-    return [found[fault.name] for fault in faults], unsound
+            try:
+                for done in as_completed(waiting):
+                    verdict = done.result()
+                    found[verdict.fault.name] = verdict
+                    print(f"[{len(found)}/{len(faults)}] {line(verdict)}", file=sys.stderr, flush=True)
+                unsound = checking.result() if checking else ""
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_leftovers(folder)
+                unsound = ""
+    return [found[fault.name] for fault in faults if fault.name in found], unsound
 
 
 def line(verdict: Verdict) -> str:
@@ -91,7 +103,7 @@ def _report(verdicts: Sequence[Verdict], unsound: str, seconds: float, *, as_jso
             json.dumps({"faults": rows, "caught": caught, "unsound": unsound, "seconds": round(seconds, 1)}, indent=1)
         )
         return
-    width = max(len(verdict.fault.name) for verdict in verdicts)
+    width = max((len(verdict.fault.name) for verdict in verdicts), default=0)
     for v in verdicts:
         print(f"{v.fault.name:{width}}  {v.seconds:6.1f} s  {v.by or 'ESCAPED'}")
     if unsound:

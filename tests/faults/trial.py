@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.testing import faults
-from titan.testing.faults import FAILED, LIMIT_S, Fault, Ran, last_lines
+from titan.testing.faults import LIMIT_S, Fault, Ran, last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout that this module is part of."""
@@ -66,10 +66,9 @@ def judge(fault: Fault, source: Path, folder: Path) -> Verdict:
 
 def verdict(fault: Fault, ran: Ran, seconds: float) -> Verdict:
     """What a run of the tests of a fault says: a fault is caught by a test that fails, and by nothing else."""
-    if ran.code == FAILED and ran.failed:
+    if ran.is_failure:
         return Verdict(fault, ran.failed[0], seconds)
-    ended = {None: "tests did not end in time", 0: "all its tests pass"}.get(ran.code, f"pytest exit code {ran.code}")
-    return Verdict(fault, "", seconds, ended if ran.code == 0 else f"{ended}:\n{last_lines(ran.output)}")
+    return Verdict(fault, "", seconds, ran.how if ran.code == 0 else f"{ran.how}:\n{last_lines(ran.output)}")
 
 
 def without_faults(tests: Sequence[str], source: Path) -> str:

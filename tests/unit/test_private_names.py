@@ -58,6 +58,10 @@ def _names(tree: ast.Module, own: set[str]) -> Iterator[str]:
     imported = _imported(tree)
     yield from (full for full in imported.values() if any(map(_is_private, full.split("."))))
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = str(getattr(node.args[1], "value", ""))
+            if _is_private(name) and name not in own:
+                yield name
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             full = _full(node, imported)
             if full or node.attr not in own:
@@ -66,13 +70,16 @@ def _names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield str(node.value)
 
 
-def _found() -> set[str]:
+def _found() -> dict[str, Path]:
+    """Name -> a file that has it."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     # Attributes of modules of PyTorch that our classes name alike are not seen, but for these.
     own = {name for tree in trees for name in _own(tree)} - {"_parameters", "_threads", "_timeout", "_type"}
-    names = {name for tree in trees for name in _names(tree, own) if not name.startswith("titan.")} - PYTHONS - TORCHAOS
-    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+    names = {name: file for file, tree in zip(files, trees, strict=True) for name in _names(tree, own)}
+    torchs = {name for name in names if not name.startswith("titan.")} - PYTHONS - TORCHAOS
+    whole = (name for name in torchs if not any(other.startswith(f"{name}.") for other in torchs))
+    return {name: names[name].relative_to(ROOT) for name in whole}
 
 
 def _rows() -> list[tuple[str, str]]:
@@ -85,9 +92,10 @@ def _rows() -> list[tuple[str, str]]:
 def test_every_private_name_of_pytorch_has_a_reason() -> None:
     listed, found = [name for name, _ in _rows()], _found()
     assert len(listed) == len(set(listed))
-    new, gone = sorted(found - set(listed)), sorted(set(listed) - found)
-    assert not new, f"private names of PyTorch: {new}: look for a public way, else give the reason in docs/versions.md"
-    assert not gone, f"no code uses {gone} any more: take them out of the table in docs/versions.md"
+    new = [f"{name} ({file})" for name, file in found.items() if name not in listed]
+    gone = [name for name in listed if name not in found]
+    assert not new, f"look for public ways to {', '.join(new)}; else give the reason in docs/versions.md"
+    assert not gone, f"no code uses {', '.join(gone)} any more: take them out of the table in docs/versions.md"
 
 
 def _node() -> object:

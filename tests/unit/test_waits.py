@@ -68,7 +68,7 @@ LISTED = {
     "titan/ranks/failure.py": {"_get: store.get": STORE},
     "titan/ranks/meeting/launch_env.py": {"_hosts: subprocess.run": "SCONTROL_S"},
     "titan/ranks/meeting/store.py": {
-        "in_time: thread.join": "LOOK_S, `limit_s` around it; LEFT_S in the end", "in_time: answer.result": "0 s",
+        "in_time: wait": "LOOK_S, `limit_s` around it; LEFT_S in the end", "in_time: answer.result": "0 s",
         "check_host: socket.getaddrinfo": "RESOLVE_S",
         "_connect: TCPStore": "comm.init_timeout_s, by `in_time`", "await_port: socket.create_connection": "`deadline`",
     },

@@ -34,7 +34,7 @@ def _lacks_bf16() -> bool:
 
 
 LACKS_BF16 = _lacks_bf16()
-"""Whether oneDNN multiplies no bf16 matrices on this machine's CPU."""
+"""Whether oneDNN multiplies no bf16 matrices on this machine's CPU; a lower `ONEDNN_MAX_CPU_ISA` is not known here."""
 
 
 def in_float32(tensor: Tensor) -> bool:
@@ -108,7 +108,7 @@ def operations_of(call: Callable[[], object]) -> list[Any]:
 
 
 def _attend_once() -> None:
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         row = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
         out = F.scaled_dot_product_attention(row, row, row)
     # The node itself, as autograd's engine starts threads, which a process that forks later must not have.

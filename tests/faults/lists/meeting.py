@@ -9,7 +9,7 @@ DATA = "tests/dist/test_data_processes.py"
 
 FAULTS = (
     Fault("a process that ends while native code of it is at work", "titan/ranks/meeting/store.py::in_time",
-        "atexit.register(thread.join, LEFT_S)", "pass",
+        "atexit.register(wait, [answer], LEFT_S)", "pass",
         ("tests/dist/test_waiting.py::test_a_process_ends_after_native_code_that_it_has_left_behind",)),
     Fault("nodes that do not compare their jobs", "titan/ranks/meeting/same_job.py::misfits",
         "_by_option(differences(ours.job, theirs.job))", "_by_option(())",

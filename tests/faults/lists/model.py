@@ -199,7 +199,7 @@ FAULTS = (
         "self.init_of(name)", "pass", ("tests/unit/test_parameters.py::test_everything_needs_an_initial_value",),
         nth=(1, 2)),
     Fault("a window that is one position too wide within a document",
-        "plugins/attention/backend/by_document.py::_Window._whole",
+        "plugins/attention/backend/by_document.py::Window._whole",
         "self._like.new_ones(size, dtype=torch.bool).tril_(self._window - 1).triu_(0)",
         "self._like.new_ones(size, dtype=torch.bool).tril_(self._window - 1).triu_(-1)",
         (f"{BACKENDS}::test_document_by_document_is_attention_with_a_mask[{{'window': 3}}-4-documents]",)),

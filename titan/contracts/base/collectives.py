@@ -72,7 +72,8 @@ def group_of(operation: Operation, args: Any, named: Callable[[str], dist.Proces
     place = _group_place(operation)
     if place is not None:
         return dist.ProcessGroup.unbox(args[place])
-    return named(next(arg for arg in reversed(args) if isinstance(arg, str)))
+    group = next(arg for arg in reversed(args) if isinstance(arg, (str, dist.ProcessGroup)))
+    return named(group) if isinstance(group, str) else group
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -105,7 +105,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.spec = parameter._spec
-        local = parameter.to_local()  # the tensor itself, as no gradient is recorded here
+        local = parameter.to_local()  # the tensor itself of a DTensor that is no parameter
         return local.view_as(local)
 
     @staticmethod

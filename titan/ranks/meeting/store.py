@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -36,20 +36,20 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
     def run() -> None:
         try:
             answer.set_result(work())
-        except Exception as error:
+        except BaseException as error:
             answer.set_exception(error)
 
-    thread, deadline = Thread(target=run, daemon=True), time.monotonic() + limit_s
-    thread.start()
+    deadline = time.monotonic() + limit_s
+    Thread(target=run, daemon=True).start()
     try:
-        while thread.is_alive():
-            thread.join(LOOK_S)
+        while not answer.done():
+            wait([answer], LOOK_S)
             signals.check()
-            if time.monotonic() > deadline and thread.is_alive():
+            if time.monotonic() > deadline and not answer.done():
                 raise TimeoutError
     finally:
-        if thread.is_alive():
-            atexit.register(thread.join, LEFT_S)
+        if not answer.done():
+            atexit.register(wait, [answer], LEFT_S)
     return answer.result(0)
 
 
