@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from tests.sweeps import but_sweep
 from titan.config import Job, load_job
-from titan.errors import ConfigError
+from titan.contracts import Mesh
+from titan.errors import ConfigError, PluginError
 from titan.packages import torch_release
 from titan.planner.dryrun import COMPONENTS, DryRun, dry_run, report
 from titan.planner.step.arithmetic import flops_per_token
@@ -195,6 +196,12 @@ def test_ranks_in_one_process_do_not_share_shapes() -> None:
         assert dry_run(_job(*ONE, "--mesh.dp_shard", "2", "--mesh.tp", "2"), rank).rank == rank
     with pytest.raises(ConfigError, match="rank 2: must be from 0 to 1"):
         dry_run(_job(*TWO), 2)
+
+
+def test_a_group_that_the_mesh_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "groups", lambda _: [])
+    with pytest.raises(PluginError, match=r"which the mesh does not have; make it with Mesh\.flat"):
+        dry_run(_job(*ONE, "--mesh.dp_shard", "2", "--mesh.tp", "2"), 0)
 
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.toml"))
