@@ -40,25 +40,31 @@ def test_nothing_joins_workers_between_meetings(ranks: int, words: list[str], tm
         assert stored(path).tensors["model.norm.weight"].shape[0] == 2
 
 
-def _summed_by_those_that_remain() -> tuple[int, int, list[int], float]:
-    """Of 3 workers of 2 ranks the last is lost; a sum over workers, of the numbers of the ranks."""
+def _summed_by_those_that_remain() -> tuple[int, int, list[int], float, str]:
+    """Of 3 workers of 2 ranks the last is lost: what remains, and a sum over workers with the name of its group."""
     layout = load_job(LLAMA, ["--data.path", "text", *mesh(stroller=3, tp=2), *GUESTS, *BATCH], 6).layout
     mesh_of_run, rank = Mesh(layout, torch.device("cpu"), dist.get_rank()), dist.get_rank()
     dist.barrier()  # a rank that leaves while another still connects to a third one breaks that one's group
     if rank >= 4:
-        return (-1, -1, [], 0.0)
+        return (-1, -1, [], 0.0, "")
     mesh_of_run.spare([2])
     with pytest.raises(PluginError, match="worker 0 cannot be spared: there are 3, from 0"):
         mesh_of_run.spare([0])
     ranks = mesh_of_run.lose(mesh_of_run.spared)
     total = mesh_of_run.sum(torch.tensor([float(rank)]), "own").item()
-    return mesh_of_run.worker, mesh_of_run.workers, ranks, total
+    return mesh_of_run.worker, mesh_of_run.workers, ranks, total, mesh_of_run.group(layout.worker_axis).group_name
 
 
 def test_workers_that_remain_meet_each_at_its_place() -> None:
     found = run_ranks(_summed_by_those_that_remain, 6, timeout=60)
-    everyone = [0, 1, 2, 3]
-    assert found[:4] == [(0, 2, everyone, 2.0), (0, 2, everyone, 4.0), (1, 2, everyone, 2.0), (1, 2, everyone, 4.0)]
+    everyone, (even, odd) = [0, 1, 2, 3], [name for *_, name in found[:2]]
+    assert even != odd  # PyTorch would take one for the other
+    assert found[:4] == [
+        (0, 2, everyone, 2.0, even),
+        (0, 2, everyone, 4.0, odd),
+        (1, 2, everyone, 2.0, even),
+        (1, 2, everyone, 4.0, odd),
+    ]
 
 
 def _stopped_after(ahead: int) -> int:
